@@ -40,7 +40,13 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "stop",
             "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
         ),
-        ({"prompt": []}, "prompt", "have at least 1 item; got []"),
+        (
+            {"prompt": []},
+            "prompt",
+            "prompt must be a string, a list of token ids, or a list of these, none of them empty; got []",
+        ),
+        ({"prompt": [-1]}, "prompt", "or a list of these, none of them empty; got [-1]"),
+        ({"prompt": ["x"] * 5000}, "prompt", "at most"),
         ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
         ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
         ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
@@ -170,7 +176,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "response_format.type must be one of 'text', 'json_object', 'json_schema'",
         ),
         ({"prompt": "x", "response_format": {}}, "response_format.type", "response_format.type is missing"),
-        ({"prompt": 5}, "prompt", "prompt must be a string or a list; got 5"),
+        (
+            {"prompt": 5},
+            "prompt",
+            "prompt must be a string, a list of token ids, or a list of these, none of them empty; got 5",
+        ),
         ({"prompt": "x", "logit_bias": {"b": 1}}, "logit_bias", "; got {'b': 1}"),
         (
             {"prompt": "x", "stop_token_ids": [4096]},
@@ -243,3 +253,11 @@ def test_texts_to_tokenize_are_a_prompt_or_messages(live):
 def test_a_trace_may_be_null(live):
     body = {"prompt": "x", "max_tokens": 1, "entropic": {"trace": None}}
     assert httpx2.post(live.url + PATH, json=body).status_code == 200
+
+
+def test_json_has_no_infinite_bias(live):
+    body = '{"prompt": "x", "logit_bias": {"1": -Infinity}}'
+    error = refused(
+        httpx2.post(live.url + PATH, content=body, headers={"Content-Type": "application/json"}), 400
+    )
+    assert "to numbers between -100 and 100; got" in error["message"] and error["param"] == "logit_bias"

@@ -57,6 +57,8 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+PROMPT = "be a string, a list of token ids, or a list of these, none of them empty"
+OR_INFINITY = " (or -inf)"
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
 LISTS = ("messages", "input", "system", "tools")  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
@@ -229,6 +231,9 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     if isinstance(sent, Mapping) and isinstance(sent.get(path[0]), Mapping) and accepts is not None:
         inputs = [sent[path[0]]]  # a key of a mapping may be at fault
     accepted = _in_pydantic_words(same) if accepts is None else f"be {accepts}"
+    accepted = accepted.removesuffix(OR_INFINITY)  # which JSON cannot state
+    if name == "prompt" and len(same) > 1 and not any(e["type"] == "too_long" for e in same):
+        accepted = PROMPT
     return f"{name} must {accepted}; got {short(inputs[0])}", name
 
 
