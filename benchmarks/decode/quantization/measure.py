@@ -49,7 +49,7 @@ def load_workload() -> Workload:
 
 def load_subject(precision: Precision) -> Subject:
     """The embedded model in a precision."""
-    model = models.load(None, progress=False, **precision._asdict())
+    model = models.load(None, progress=False, blocked=True, **precision._asdict())
     return Subject(model.decoder, model.params)
 
 
