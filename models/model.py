@@ -183,7 +183,7 @@ def in_blocks(model: Model) -> Model:
     Args:
         model: consumed: its arrays are moved.
     """
-    if model.mesh is not None or model.activation_dtype != np.float32 or model.operand_dtype == "bfloat16":
+    if model.mesh is not None or model.activation_dtype != np.float32:
         return model
     block_kernels(model.params)
     return dataclasses.replace(model, blocked=True)

@@ -53,6 +53,19 @@ def test_a_row_does_not_depend_on_how_many_there_are(inputs, columns):
 
 
 @WITH_UNITS
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("inputs", [70, 96, 600])
+def test_weights_that_lie_block_by_block_give_the_same_bits(inputs, kind):
+    for rows in ROWS:
+        x, weights, scales = case(rows, inputs, (128, 64), kind)
+        blocked = tuple(package.in_blocks(weight) for weight in weights)
+        expected = skinny_matmul(x, *weights, scales=scales, operand_dtype="bfloat16", backend="cpu")
+        products = skinny_matmul(x, *blocked, scales=scales, operand_dtype="bfloat16", backend="cpu")
+        for y, plain in zip(products, expected, strict=True):
+            np.testing.assert_array_equal(y, plain)
+
+
+@WITH_UNITS
 def test_rows_are_rounded_to_nearest_with_ties_to_even():
     ulp = 2.0**-7
     x = jnp.asarray([[1 + ulp / 2, 1 + 1.5 * ulp, 1 + 0.51 * ulp, -(1 + ulp / 2), 3e38, 1e-30, 0.0, -0.0]])

@@ -72,8 +72,8 @@ def skinny_matmul(
         )
     _check_rows(x.shape[0])
     blocked = {weight.ndim == 3 for weight in weights}
-    if blocked != {False} and (blocked != {True} or operand_dtype is not None or dtypes == {PACKED}):
-        raise NotImplementedError("only all weights together lie block by block, neither packed nor rounded")
+    if blocked != {False} and (blocked != {True} or dtypes == {PACKED}):
+        raise NotImplementedError("only all weights together lie block by block, and none that are packed")
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
     columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * w.shape[2] for w in weights)
@@ -105,16 +105,16 @@ def _register(dtype: str, rounded: bool, blocked: bool) -> str:
     name = f"entropic_skinny_matmul_{dtype}" + "_blocked" * blocked
     if rounded:
         name += "_rounded"
-        register(name, lambda: _compile_rounded(name, dtype))
+        register(name, lambda: _compile_rounded(name, dtype, blocked))
     else:
         register(name, lambda: _compile(name, dtype, blocked))
     return name
 
 
-def _compile_rounded(name: str, dtype: str) -> Iterator[tuple[str, Any]]:
+def _compile_rounded(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:
     from .cpu_matrix_units import build
 
-    yield from build(name, dtype, dtype in SCALED)
+    yield from build(name, dtype, dtype in SCALED, blocked)
 
 
 def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:

@@ -44,15 +44,16 @@ sum_memory = stack_memory(4 * tiles.TILE * matmul.BLOCK)
 configuration_memory = stack_memory(2 * tiles.CONFIGURATION)
 
 
-def build(name: str, dtype: str, scaled: bool) -> Iterator[tuple[str, Any]]:
+def build(name: str, dtype: str, scaled: bool, blocked: bool) -> Iterator[tuple[str, Any]]:
     """The builder of the product with weights of a dtype; see `code_cache`.
 
     Args:
         name: the symbol of the kernel.
         dtype: of the weights.
         scaled: whether their columns have scales.
+        blocked: whether they lie block by block.
     """
-    num_blocks, blocks_per_chunk, locate, next_block = block_places()
+    num_blocks, blocks_per_chunk, locate, next_block = block_places(blocked)
     multiply, scale, size = multiply_block(dtype), scale_columns(), ITEMSIZE[dtype]
     store_rows, configure = tiles.store_rows(), tiles.configure()
 
@@ -84,11 +85,14 @@ def build(name: str, dtype: str, scaled: bool) -> Iterator[tuple[str, Any]]:
         for b in range(number * per_chunk, end):
             w, column = locate(frame, b)
             weight, weight_shape = operand(frame, 1 + w)
-            width = weight_shape[1]
+            width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
+            stride = matmul.BLOCK if blocked else width
+            column_size = size * inputs if blocked else size
             next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
-            following = operand(frame, 1 + next_weight)[0] + size * next_column
+            following = operand(frame, 1 + next_weight)[0] + column_size * next_column
             out, columns = result(frame, w)[0] + 4 * column, min(matmul.BLOCK, width - column)
-            multiply(job[1], rows, inputs, weight + size * column, width, out, columns, following)
+            weight += column_size * column
+            multiply(job[1], rows, inputs, weight, stride, width, out, columns, following)
             if scaled:
                 scale(frame, w, column, out, rows, width, columns)
         tiles.load_configuration(before)
@@ -116,7 +120,7 @@ def build(name: str, dtype: str, scaled: bool) -> Iterator[tuple[str, Any]]:
 
 @cache
 def multiply_block(dtype: str) -> Any:
-    """`multiply_block(tiled, rows, inputs, weight, width, out, columns, following)`: all rows, one block.
+    """`multiply_block(tiled, rows, inputs, weight, weight_stride, width, out, columns, following)`: all rows.
 
     `tiled` is the address of the rows as tiles; the others are those of `cpu_blocks.multiply_block`, with the
     columns of the block.
@@ -128,12 +132,12 @@ def multiply_block(dtype: str) -> Any:
     one_tile, two_tiles = tiles.stream(dtype, 1), tiles.stream(dtype, 2)
 
     @njit(**EXACT)
-    def multiply_block(tiled, rows, inputs, weight, width, out, columns, following):
+    def multiply_block(tiled, rows, inputs, weight, weight_stride, width, out, columns, following):
         panel, sums = panel_memory(), sum_memory()
         row_tiles, stride = (rows + edge - 1) // edge, 4 * width
         row_stride = (inputs + tiles.STEP - 1) // tiles.STEP * tiles.TILE_BYTES
         if rows <= 2 * edge and columns == block and inputs % tiles.STEP == 0:
-            steps, row_bytes = inputs // tiles.STEP, size * width
+            steps, row_bytes = inputs // tiles.STEP, size * weight_stride
             if rows <= edge:
                 one_tile(tiled, 0, weight, row_bytes, steps, panel, out, stride, rows, following)
                 return
@@ -146,17 +150,17 @@ def multiply_block(dtype: str) -> Any:
             full_tiles = rows // edge if rows > edge else 1
         for begin in range(0, inputs, PANEL):
             length = min(PANEL, inputs - begin)
-            source = weight + begin * size * width
+            source, row_bytes = weight + begin * size * weight_stride, size * weight_stride
             steps = (length + tiles.STEP - 1) // tiles.STEP
             if columns == block and length % tiles.STEP == 0:
-                ahead = source + length * size * width if begin + length < inputs else following
-                store_pairs(source, size * width, length // 2, panel, COLUMN_STRIDE, ahead)
+                ahead = source + length * row_bytes if begin + length < inputs else following
+                store_pairs(source, row_bytes, length // 2, panel, COLUMN_STRIDE, ahead)
             elif columns % edge == 0 and length % tiles.STEP == 0:
                 for c in range(columns // edge):
                     from_weight, to = source + c * size * edge, panel + c * COLUMN_STRIDE
-                    store_column(from_weight, size * width, length // 2, to, 0, from_weight)
+                    store_column(from_weight, row_bytes, length // 2, to, 0, from_weight)
             else:
-                store_part(source, width, length, columns, panel)
+                store_part(source, weight_stride, length, columns, panel)
             first = tiled + begin // tiles.STEP * tiles.TILE_BYTES
             for c in range(0, COLUMN_TILES, 2):
                 from_panel, to = panel + c * COLUMN_STRIDE, out + 4 * c * edge
