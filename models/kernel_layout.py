@@ -9,6 +9,7 @@ bit.
 from typing import Any
 
 import jax
+import numpy as np
 
 from entropic_jax.pallas import skinny_matmul
 
@@ -41,6 +42,7 @@ def _as_dict(part: Any) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
-@jax.jit
 def _in_blocks(kernel: jax.Array) -> jax.Array:
-    return skinny_matmul.in_blocks(kernel)
+    """By NumPy, because XLA would compile a program for every shape."""
+    blocks = skinny_matmul.in_blocks(np.asarray(kernel))
+    return jax.device_put(np.ascontiguousarray(blocks), kernel.sharding)

@@ -140,7 +140,7 @@ def places_of(
     Raises:
         ParameterError: There are fewer devices.
     """
-    from jax.sharding import Mesh
+    from jax.sharding import AbstractMesh, Mesh
 
     from entropic_jax.mesh import AXES, DATA, make_mesh
 
@@ -156,7 +156,7 @@ def places_of(
         except ValueError as error:
             name = next(name for name in SIZES if str(error).startswith(name))
             raise ParameterError(str(error), name) from None
-    elif not isinstance(mesh, Mesh):
+    elif not isinstance(mesh, Mesh | AbstractMesh):
         raise ParameterError(f"mesh must be a jax.sharding.Mesh or None; got {short(mesh)}", "mesh")
     elif mesh.axis_names != AXES or mesh.shape[DATA] == 1:
         return [Place(None, mesh)]  # other axes are refused where the model is divided

@@ -134,6 +134,7 @@ def test_adapters_of_llm(arguments, message):
         LoRARequest(*arguments)
 
 
+@pytest.mark.slow
 def test_parameters_for_each_prompt():
     with LLM(max_num_seqs=1, max_model_len=64, warmup="none") as llm:
         for params in ([None], [SamplingParams(), None]):

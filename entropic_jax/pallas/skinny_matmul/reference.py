@@ -1,5 +1,7 @@
 """Skinny matrix products in plain JAX."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +28,8 @@ def skinny_matmul(
     return tuple(y * scale.astype(x.dtype) for y, scale in zip(products, scales, strict=True))
 
 
-def in_blocks(weight: jax.Array) -> jax.Array:
-    """A weight `[inputs, outputs]` block by block, `[outputs / 64, inputs, 64]`.
+def in_blocks(weight: Any) -> Any:
+    """A weight `[inputs, outputs]`, of JAX or NumPy, block by block, `[outputs / 64, inputs, 64]`.
 
     >>> in_blocks(jnp.ones((3, 128))).shape
     (2, 3, 64)
