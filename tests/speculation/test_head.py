@@ -283,9 +283,10 @@ def test_drafts_of_a_list_are_those_of_the_vocabulary_with_the_rest_masked(sampl
     logits = 2 * jax.random.normal(jax.random.key(8), (rows, len(tokens)))
     everywhere = jnp.full((rows, vocabulary), -jnp.inf).at[:, tokens].set(logits)
     batch = Batch(state, jnp.array([True, True, False]))
+    draw_both = jax.jit(lambda batch: (draw(batch, logits, tokens), draw(batch, everywhere)))
     for position in range(12):
         batch = batch._replace(state=state._replace(length=state.length + position))
-        listed, expected = draw(batch, logits, tokens), draw(batch, everywhere)
+        listed, expected = draw_both(batch)
         assert listed.token.tolist() == expected.token.tolist()
         np.testing.assert_allclose(listed.entropy, expected.entropy, rtol=1e-5)
         np.testing.assert_array_equal(listed.state.history.generated, expected.state.history.generated)
