@@ -5,8 +5,8 @@ from numbers import Integral
 from typing import Any, NamedTuple
 
 from entropic_jax.models import Tokenizer
-from entropic_jax.models.tokenizer import MARK, is_unicode
-from entropic_jax.parameter_tables.table import short
+from entropic_jax.models.tokenizer import MARK
+from entropic_jax.parameter_tables.table import ParameterError, check_unicode, short
 
 from ..request import RequestError, chat_template
 
@@ -69,8 +69,7 @@ def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, 
             raise RequestError(f"the keys must be prompt or prompt_token_ids; got {list(prompt)}")
         (prompt,) = prompt.values()
     if isinstance(prompt, str):
-        if not is_unicode(prompt):
-            raise RequestError(f"a prompt must be Unicode; got {short(prompt)}, which has a lone surrogate")
+        check_unicode("a prompt", prompt)
         return TokenizedPrompt(prompt, encode(prompt))
     return TokenizedPrompt(None, encode(_token_ids(prompt)))
 
@@ -101,8 +100,7 @@ def tokenize_conversation(
     if tools is not None and tools != [] and not _all(tools, Mapping):
         raise RequestError(f"tools must be a list of mappings; got {short(tools)}", "tools")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
-    if not is_unicode(text):
-        raise RequestError("messages must be Unicode; got a lone surrogate", "messages")
+    check_unicode("messages", text)
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
     return TokenizedPrompt(text.replace(MARK, ""), tokens)
 
@@ -112,12 +110,12 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
 
     Args:
         place: the place of the item in the argument, such as `prompts[3]`.
-        check: makes a prompt of an item, or raises RequestError.
+        check: makes a prompt of an item, or raises ParameterError.
         item: the item to check.
     """
     try:
         return check(item)
-    except RequestError as error:
+    except ParameterError as error:
         if error.param in ("chat_template_kwargs", "tools"):  # of all items
             raise
         raise RequestError(f"{place}: {error}", place) from None

@@ -91,7 +91,9 @@ def test_lone_surrogates_in_prompts(entropic, directory):
     for refused in (
         lambda: Request(prompt=LONE),
         lambda: at("prompts[1]", lambda item: tokenize(item, None), LONE),
-        lambda: tokenize_conversation([{"role": "user", "content": LONE}], Echo()),
+        lambda: at(
+            "messages", lambda item: tokenize_conversation(item, Echo()), [dict(role="user", content=LONE)]
+        ),
     ):
         with pytest.raises(
             RequestError, match=r"(prompts\[1\]: a prompt|prompt|messages) must be Unicode; got"
