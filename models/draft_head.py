@@ -54,6 +54,7 @@ class HeadConfig:
     num_hidden_layers: int  # of the model
     layer: int | None  # of the model, from 0, whose keys and values the head reads; None: it reads none
     intermediate_size: int  # of the head's feed-forward block
+    window: int | None = None  # positions of that layer that it sees at most, the latest ones; None: all
     drafted_tokens: int | None = None  # how many tokens of the vocabulary it may draft; None: all
     entropy_edges: tuple[float, ...] = (0.3, 1.5, 2.7)  # nats, ascending
     acceptance: tuple[float, ...] = (0.95, 0.8, 0.6, 0.45)  # P(accepted) of drafts between the edges
@@ -123,6 +124,11 @@ class DraftHead:
     def layer(self) -> int | None:
         """The layer of the model whose keys and values the head reads; None reads none."""
         return self.config.layer
+
+    @property
+    def window(self) -> int | None:
+        """Positions of the layer that the head sees at most, the latest ones; None for all."""
+        return self.config.window
 
     @property
     def acceptance(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:

@@ -123,6 +123,9 @@ def _checked(raw: Mapping[str, Any], config: Config) -> draft_head.HeadConfig:
     if raw["intermediate_size"] < 1:
         raise ModelError("intermediate_size must be at least 1; got 0")
     draft_head.attention_of(config, raw["layer"])
+    window = raw.get("window")
+    if window is not None and not (is_integer(window) and 0 < window < 2**31):
+        raise ModelError(f"window must be null or a whole number from 1 on; got {abbreviate(window)}")
     drafted = raw.get("drafted_tokens")
     if drafted is not None and not (is_integer(drafted) and 0 < drafted <= config.vocab_size):
         raise ModelError(
@@ -141,6 +144,7 @@ def _checked(raw: Mapping[str, Any], config: Config) -> draft_head.HeadConfig:
     sizes = {name: raw[name] for name in SIZES}
     return draft_head.HeadConfig(
         **sizes,
+        window=window,
         drafted_tokens=drafted,
         entropy_edges=tuple(map(float, edges)),
         acceptance=tuple(map(float, tables["acceptance"])),

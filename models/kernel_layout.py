@@ -2,8 +2,8 @@
 
 A product reads one block of columns after the other. In a matrix `[inputs, outputs]` the rows of a block lie
 far apart, in wide matrices each on a page of memory of its own; `[outputs / 64, inputs, 64]` has them one
-behind the other. The numbers and the order in which they are added are the same, so results are equal to the
-bit.
+behind the other. On processors with matrix units a block of bfloat16 lies as their tiles. The numbers and the
+order in which they are added are the same, so results are equal to the bit.
 """
 
 from typing import Any
@@ -44,5 +44,5 @@ def _as_dict(part: Any) -> dict[str, Any]:
 
 def _in_blocks(kernel: jax.Array) -> jax.Array:
     """By NumPy, because XLA would compile a program for every shape."""
-    blocks = skinny_matmul.in_blocks(np.asarray(kernel))
-    return jax.device_put(np.ascontiguousarray(blocks), kernel.sharding)
+    lay_out = skinny_matmul.in_tiles if skinny_matmul.reads_tiles(kernel) else skinny_matmul.in_blocks
+    return jax.device_put(np.ascontiguousarray(lay_out(np.asarray(kernel))), kernel.sharding)

@@ -1,6 +1,7 @@
 """Settings for all tests: strict type promotion, one device, a compilation cache kept between runs."""
 
 import gc
+import logging
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)
     items.sort(key=lambda item: "serving" not in item.path.parts)
+
+
+class Unstored(logging.Handler):
+    """Fails a test in which a kernel is compiled whose machine code cannot be stored."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raise what a warning about machine code says."""
+        if "machine code refers to" in record.msg:
+            raise AssertionError(record.getMessage())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def machine_code_is_stored():
+    """Every kernel that the tests compile, another start must load."""
+    logger, handler = logging.getLogger("entropic_jax.kernels"), Unstored(logging.WARNING)
+    logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,6 +15,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `threads` | starts and stops the threads |
 | `matmul` | tiles of matrix products as LLVM vector code |
 | `matrix_tiles` | the same on the matrix units of x86 processors |
+| `row_tiles`, `weight_tiles` | rows and weights as tiles of those |
 | `matrix_units` | whether this process may use those |
 | `instructions` | vector instructions as LLVM code |
 | `control_flow` | loops and branches around them |
@@ -23,7 +24,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `run_once` | a cache of one result per argument, safe with several threads |
 
 Only a process that compiles imports Numba, and with it `call_frame`, `control_flow`, `instructions`,
-`kernel`, `matmul`, `matrix_tiles`, `thread_pool` and `vector`.
+`kernel`, `matmul`, `matrix_tiles`, `row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
 """
 
 import sys

@@ -132,7 +132,8 @@ def _emit_object(function: Any, symbol: str) -> bytes | None:
     declared = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
     foreign = {name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX)}
     if foreign:
-        LOG.debug("%s is not stored: it needs %s", symbol, ", ".join(sorted(foreign)))
+        needed = ", ".join(sorted(foreign))
+        LOG.warning("every start compiles %s: its machine code refers to %s", symbol, needed)
         return None
     return _target_machine().emit_object(module)
 

@@ -141,6 +141,20 @@ def next_chunk(chunk: int, num_chunks: int) -> int:
 
 
 @njit(nogil=True)
+def take(counter: int, number: int) -> int:
+    """Take some of what the threads share, atomically.
+
+    Args:
+        counter: address of a word, the number of the first piece that is left.
+        number: of pieces to take.
+
+    Returns:
+        The first of them.
+    """
+    return _fetch_add(counter, number)
+
+
+@njit(nogil=True)
 def num_threads() -> int:
     """Number of threads that share the work, the caller's included."""
     return _load_acquire(mailbox_address() + THREADS)

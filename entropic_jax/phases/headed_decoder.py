@@ -22,6 +22,10 @@ class DraftHead(Protocol):
         """The layer of the model whose keys and values it reads; None for a head without attention."""
 
     @property
+    def window(self) -> int | None:
+        """Positions of that layer that it sees at most, the latest ones; None for all."""
+
+    @property
     def acceptance(self) -> tuple[tuple[float, ...], tuple[float, ...], float]:
         """How often drafts are accepted: edges of their entropy in nats, P between them, and its mean."""
 
@@ -125,15 +129,14 @@ class HeadSteps:
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """As in `Decoder`; keys and values of zeros are written."""
-        shape, written = self.shape, list(layers)
+        head, shape, written = self.headed.head, self.shape, list(layers)
 
         def read(query: jax.Array) -> jax.Array:
             none = jnp.zeros((*query.shape[:2], shape.kv_heads, shape.head_dim), query.dtype)
-            out, written[0] = attend(query, none, none, layers[0])
+            out, written[0] = attend(query, none, none, layers[0], window=head.window)
             return out
 
         features = jnp.zeros((*tokens.shape, shape.hidden))
-        head = self.headed.head
         hidden = head.hidden(params.target, params.draft, features, tokens, positions, read)
         return hidden, tuple(written)
 

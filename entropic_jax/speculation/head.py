@@ -29,7 +29,7 @@ class HeadDrafter(AutoregressiveDrafter):
     """Drafts with the head of a `HeadedDecoder`; costs a layer and the output projection per token.
 
     The head reads the hidden state that the row's last token was drawn from (`State.features`) and the
-    positions that the model had cached when the draft began.
+    positions that the model had cached when the draft began, the latest ones if it has a window.
     """
 
     def step(self, model: ControlledModel, batch: Batch, began: Batch) -> DraftedToken:
@@ -41,7 +41,7 @@ class HeadDrafter(AutoregressiveDrafter):
         layer, table = began.state.cache.layers[decoder.head.layer or 0], began.state.cache.table
 
         def read(query: jax.Array) -> jax.Array:
-            return attend.read(layer, table, span, query)
+            return attend.read(layer, table, span, query, decoder.head.window)
 
         assert state.features is not None, "`start` makes room for them"
         position = (state.length + state.evicted)[:, None]
@@ -49,6 +49,8 @@ class HeadDrafter(AutoregressiveDrafter):
             params.target, params.draft, state.features[:, None], state.token[:, None], position, read
         )[:, 0]
         logits = decoder.head.logits(params.target, params.draft, features)
+        if decoder.head.window is not None:
+            span = span._replace(start=jnp.minimum(span.start, decoder.head.window - 1))
         output = Forward(logits, dense_step_stats(decoder.head.shape, span), None)
         charged = batch._replace(state=state._replace(cache=began.state.cache))
         cost = decode_cost(decoder.draft_model, params.draft, charged, output)

@@ -18,7 +18,7 @@ from ..attention.window_pages import WindowPages
 from ..entropy import entropy_statistics
 from ..pallas.gumbel_argmax import gumbel_argmax
 from ..phases.drafting_decoder import DraftingDecoder
-from ..phases.headed_decoder import HeadedDecoder
+from ..phases.headed_decoder import HeadedDecoder, HeadSteps
 from ..sampling import sample
 from ..state.cache import Cache, allocate, grant
 from ..state.decoder import Decoder
@@ -104,10 +104,11 @@ def measure_pass_costs(
     reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
     base = _ascending(np.subtract(products, reading))
     steps: list[tuple[float, float] | None] = []
-    for near, far in zip(of_drafts[::2], of_drafts[1::2], strict=True):
-        # Such a step reads no more than a pass.
+    for (model, _, _), near, far in zip(drafting, of_drafts[::2], of_drafts[1::2], strict=True):
+        # Such a step reads no more than a pass, and no more than the window of a head.
         slope = min(max(0.0, (far - near) / (context - SHORT)), float(slopes[0]))
-        steps.append((max(0.0, near - slope * SHORT), slope))
+        saturated = (_window(model) or context) < context
+        steps.append((far, 0.0) if saturated else (max(0.0, near - slope * SHORT), slope))
     draft_step, head_step = (*steps, None, None)[:2]
     costs = PassCosts(
         tuple(sizes),
@@ -118,6 +119,11 @@ def measure_pass_costs(
         head_step=head_step,
     )
     return _with_batch(costs, many, of_batch, context)
+
+
+def _window(model: Any) -> int | None:
+    """Positions that a step of a drafter reads at most, if it is a head with a window."""
+    return model.headed.head.window if isinstance(model, HeadSteps) else None
 
 
 def _check(most_tokens: int, context: int, repeat: int, batch: tuple[int, int] | None) -> None:

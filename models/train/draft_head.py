@@ -310,7 +310,9 @@ def _first_weights(arguments: argparse.Namespace, target: Target) -> tuple[draft
     layer = draft_head.last_full_layer(target.decoder.config) if layer == -1 else layer
     draft_head.attention_of(target.decoder.config, layer)
     inner = arguments.intermediate_size or 3 * shape.hidden
-    config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, inner)
+    # It sees no more positions than in training: more cost time, and no draft is known to gain by them.
+    sizes = shape.hidden, shape.vocabulary, shape.layers, layer, inner
+    config = draft_head.HeadConfig(*sizes, window=None if layer is None else arguments.length)
     head = draft_head.DraftHead(target.decoder, config)
     return head, draft_head.initialise(head, target.params, arguments.seed)
 

@@ -147,7 +147,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         (("--host", "203.0.113.9"), "must be an address of this machine"),
         (
             ("--model", "nowhere"),
-            "--model must be a directory with config.json and safetensors files; got nowhere",
+            "--model must be a directory with config.json and safetensors files; got 'nowhere'",
         ),
         (("nowhere",), "--model must be a directory with"),
         (("--model", "README.md"), "--model must be a directory with"),

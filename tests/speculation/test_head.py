@@ -39,11 +39,13 @@ LENGTHS = 9, 16, 5, 17
 
 
 @once
-def head_of(layer: int | None = 1, listed: bool = False) -> tuple[draft_head.DraftHead, models.Params]:
+def head_of(
+    layer: int | None = 1, listed: bool = False, window: int | None = None
+) -> tuple[draft_head.DraftHead, models.Params]:
     """A random head of the tiny model, which may draft the odd tokens only."""
     target = model()
     shape = target.decoder.shape
-    config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, 48)
+    config = draft_head.HeadConfig(shape.hidden, shape.vocabulary, shape.layers, layer, 48, window)
     head = draft_head.DraftHead(target.decoder, config)
     weights = draft_head.initialise(head, target.params, 3)
     if listed:
@@ -52,9 +54,11 @@ def head_of(layer: int | None = 1, listed: bool = False) -> tuple[draft_head.Dra
 
 
 @once
-def headed(layer: int | None = 1, listed: bool = False) -> tuple[HeadedDecoder, DraftingParams]:
+def headed(
+    layer: int | None = 1, listed: bool = False, window: int | None = None
+) -> tuple[HeadedDecoder, DraftingParams]:
     """The tiny model with the head of `head_of`."""
-    target, (head, weights) = model(), head_of(layer, listed)
+    target, (head, weights) = model(), head_of(layer, listed, window)
     draft = draft_head.runnable(head, target.params, weights)
     return HeadedDecoder(target.decoder, head), DraftingParams(target.params, draft)
 
@@ -218,6 +222,42 @@ def test_drafts_are_those_of_training(layer, listed):
     assert int(draft.num_tokens[0]) == 3
 
 
+@pytest.mark.parametrize("window", [None, 1, PAGE + 3])
+def test_a_window_leaves_earlier_positions_unread(window):
+    """Keys and values before the window are NaN: without one, nothing is drafted."""
+    (decoder, params), drafts = headed(window=window), drafting(3)
+    pool = allocate(decoder.shape, 1, CONTEXT, page_size=PAGE)
+    state = start(
+        decoder,
+        params,
+        chain(),
+        pool,
+        prompts(20),
+        key=jax.random.key(7),
+        max_tokens=30,
+        speculator=drafts,
+    )
+    seen = int(state.length[0]) - (window or 0)
+    pages, slots = np.asarray(state.cache.table)[0, np.arange(seen) // PAGE], np.arange(seen) % PAGE
+    layer = state.cache.layers[1]
+    poisoned = layer._replace(
+        keys=layer.keys.at[pages, :, slots].set(jnp.nan), values=layer.values.at[pages, :, slots].set(jnp.nan)
+    )
+    layers = (state.cache.layers[0], poisoned)
+
+    @jax.jit
+    def draft(state):
+        _, _, batch = gather_active(state, None, 3)
+        return drafts.drafter.draft(ControlledModel(decoder, params, chain()), batch, jnp.array([3]))[1]
+
+    clean, dirty = draft(state), draft(state._replace(cache=state.cache._replace(layers=layers)))
+    assert int(clean.num_tokens[0]) == 3
+    if window is None:
+        assert int(dirty.num_tokens[0]) == 0
+    else:
+        assert dirty.tokens.tolist() == clean.tokens.tolist() and int(dirty.num_tokens[0]) == 3
+
+
 def test_a_head_states_how_often_its_drafts_are_accepted():
     decoder, params = headed()
     drafter = head_drafter(2).calibrated(_controlled(decoder, params))
@@ -243,6 +283,11 @@ def test_steps_of_a_head_are_timed():
     # Without context a step may seem to take no time, where a disturbance makes that of a long one short.
     for step in (costs.head_step, costs.draft_step):
         assert step is not None and min(step) >= 0 and 0 < sum(step) < 1
+    decoder, params = headed(window=16)
+    costs = measure_pass_costs(
+        decoder, params, most_tokens=2, context=96, page_size=PAGE, repeat=1, pages=WindowPages()
+    )
+    assert costs.head_step is not None and costs.head_step[1] == 0 < costs.head_step[0]
 
 
 def test_a_decoder_without_a_head_is_refused():
@@ -292,9 +337,9 @@ def test_drafts_of_a_list_are_those_of_the_vocabulary_with_the_rest_masked(sampl
         np.testing.assert_array_equal(listed.state.history.generated, expected.state.history.generated)
 
 
-@pytest.mark.parametrize(("layer", "listed"), [(1, False), (None, True)])
-def test_saved_heads_load(tmp_path, layer, listed):
-    saved, numbers = head_of(layer, listed)
+@pytest.mark.parametrize(("layer", "listed", "window"), [(1, False, None), (None, True, None), (0, False, 7)])
+def test_saved_heads_load(tmp_path, layer, listed, window):
+    saved, numbers = head_of(layer, listed, window)
     draft_head_files.save(tmp_path / "head", saved, numbers, jnp.float32)
     head, weights = draft_head_files.load(tmp_path / "head", saved.target)
     assert head == saved
@@ -317,6 +362,8 @@ def test_the_command_line_recognises_what_the_model_saves(tmp_path):
         ({"vocab_size": 95}, "vocab_size must be that of the model, 96; got 95"),
         ({"num_hidden_layers": 3}, "num_hidden_layers must be that of the model, 2; got 3"),
         ({"layer": 2}, r"layer must be in \[0, 1\]; got 2"),
+        ({"window": 0}, "window must be null or a whole number from 1 on; got 0"),
+        ({"window": True}, "window must be null or a whole number from 1 on; got True"),
         ({"drafted_tokens": 0}, "drafted_tokens must be null or at most 96; got 0"),
         ({"drafted_tokens": 97}, "drafted_tokens must be null or at most 96; got 97"),
         ({"drafted_tokens": 9}, r"tokens must have the shape \(9,\); got None"),

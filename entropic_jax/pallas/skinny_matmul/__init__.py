@@ -11,7 +11,7 @@ Args:
         is widened as it is read, and the product is that of the widened weight. Weights of uint8 are packed,
         `[inputs / 2, outputs]`: the low half of a byte is the number n of an even input, the high half that
         of the next one, and the weight is its scale times n − 8. All of them may instead lie block by block,
-        `[outputs / 64, inputs, 64]`, unless they are packed.
+        `[outputs / 64, inputs, 64]`, unless they are packed; those of bfloat16 in tiles (`in_tiles`).
     scales: for weights of int8 or float8_e4m3fn a tuple of `[outputs]`, float32, by which the columns of the
         products are multiplied; for packed weights a tuple of `[inputs / group, outputs]`, bfloat16, a scale
         for each group of neighbouring inputs of a column. Empty for other weights.
@@ -38,16 +38,18 @@ from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
 from .cpu import SKINNY_ROWS
-from .reference import BLOCK_COLUMNS, by_columns, in_blocks
+from .reference import BLOCK_COLUMNS, TILE_INPUTS, by_columns, in_blocks, in_tiles
 
 __all__ = [
     "SKINNY_ROWS",
     "by_columns",
     "has_matrix_units",
     "in_blocks",
+    "in_tiles",
     "multiplies",
     "reads_as_stored",
     "reads_blocked",
+    "reads_tiles",
     "skinny_matmul",
 ]
 
@@ -69,6 +71,12 @@ def reads_blocked(weight: jax.Array) -> bool:
     if weight.ndim != 2 or weight.shape[1] % BLOCK_COLUMNS or weight.dtype.name == cpu.PACKED:
         return False
     return reads_as_stored(weight.dtype) and multiplies(SKINNY_ROWS + 1)
+
+
+def reads_tiles(weight: jax.Array) -> bool:
+    """Whether a kernel of this machine multiplies any number of rows by `in_tiles(weight)`."""
+    whole_tiles = weight.ndim == 2 and weight.shape[0] % TILE_INPUTS == 0
+    return reads_blocked(weight) and whole_tiles and cpu.splits_operands(weight.dtype.name)
 
 
 def has_matrix_units() -> bool:

@@ -2,7 +2,8 @@
 
 XLA hands each product to threads of its own and waits for them, however small it is, and multiplies bfloat16
 at a fraction of the memory's bandwidth. Here bfloat16 is widened in registers: weights that were published in
-bfloat16 take half of the time of float32, with the same result.
+bfloat16 take half of the time of float32, with the same result. Matrix units multiply them by rows of float32
+in parts, with the precision of float32.
 """
 
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.matrix_units import matrix_units_missing
 from ...cpu_runtime.run_once import run_once
+from .reference import BLOCK_COLUMNS
 
 SKINNY_ROWS = 64  # up to which a product costs little more than reading the weights
 PACKED = "uint8"  # two numbers of 4 bits
@@ -71,13 +73,17 @@ def skinny_matmul(
             f"{x.dtype} times {names}: only float32 times one of {', '.join(accepted)} is supported"
         )
     _check_rows(x.shape[0])
-    blocked = {weight.ndim == 3 for weight in weights}
-    if blocked != {False} and (blocked != {True} or dtypes == {PACKED}):
+    layouts = {_layout(weight) for weight in weights}
+    if layouts != {"columns"} and (len(layouts) > 1 or dtypes == {PACKED}):
         raise NotImplementedError("only all weights together lie block by block, and none that are packed")
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
-    columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * w.shape[2] for w in weights)
-    name = _register(*dtypes, operand_dtype is not None, *blocked)
+    columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * BLOCK_COLUMNS for w in weights)
+    (dtype,) = dtypes
+    operands = "rounded" if operand_dtype is not None else "split" if splits_operands(dtype) else "float32"
+    if layouts == {"tiles"} and (operands == "float32" or dtype != ROUNDED):
+        raise NotImplementedError(f"tiles of {dtype}: only matrix units read tiles, of {ROUNDED}")
+    name = _register(dtype, operands, *layouts)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
@@ -93,28 +99,41 @@ def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
             )
 
 
+def splits_operands(dtype: str) -> bool:
+    """Whether float32 rows are multiplied by weights of a dtype on matrix units, in parts of bfloat16."""
+    return dtype == ROUNDED and rounds_operands()
+
+
+def _layout(weight: jax.Array) -> str:
+    """How a weight lies; see `cpu_matrix_units.build`."""
+    if weight.ndim == 2:
+        return "columns"
+    return "blocks" if weight.shape[2] == BLOCK_COLUMNS else "tiles"
+
+
 @run_once
-def _register(dtype: str, rounded: bool, blocked: bool) -> str:
+def _register(dtype: str, operands: str, layout: str) -> str:
     """Register the product with weights of a dtype with XLA; returns its name there.
 
     Args:
         dtype: of the weights.
-        rounded: whether operands are rounded to bfloat16.
-        blocked: whether the weights lie block by block.
+        operands: "float32" as they are; on matrix units "rounded" to bfloat16, or "split" into parts of it.
+        layout: see `cpu_matrix_units.build`.
     """
-    name = f"entropic_skinny_matmul_{dtype}" + "_blocked" * blocked
-    if rounded:
-        name += "_rounded"
-        register(name, lambda: _compile_rounded(name, dtype, blocked))
+    suffixes = [suffix for suffix in (layout, operands) if suffix not in ("columns", "float32")]
+    name = "_".join(["entropic_skinny_matmul", dtype, *suffixes])
+    if operands == "float32":
+        register(name, lambda: _compile(name, dtype, layout == "blocks"))
     else:
-        register(name, lambda: _compile(name, dtype, blocked))
+        register(name, lambda: _compile_for_units(name, dtype, layout, operands))
     return name
 
 
-def _compile_rounded(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:
+def _compile_for_units(name: str, dtype: str, layout: str, operands: str) -> Iterator[tuple[str, Any]]:
+    from ...cpu_runtime.row_tiles import SPLIT
     from .cpu_matrix_units import build
 
-    yield from build(name, dtype, dtype in SCALED, blocked)
+    yield from build(name, dtype, dtype in SCALED, layout, SPLIT if operands == "split" else 1)
 
 
 def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:

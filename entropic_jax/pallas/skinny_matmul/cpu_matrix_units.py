@@ -1,8 +1,9 @@
 """Skinny products on the matrix units of a CPU (AMX): operands of bfloat16, sums of float32.
 
-Rows are rounded and laid out as tiles once per call. A block of columns is laid out as tiles one panel of
-inputs at a time, and every tile of rows is multiplied by that. A weight of 8 bits becomes bfloat16 on the
-way, which holds its numbers exactly.
+Rows are rounded, or split into three parts of bfloat16, and laid out as tiles once per call. A block of
+columns that lies in tiles is read as it is. Any other is laid out as tiles one panel of inputs at a time, and
+every tile of rows is multiplied by that. A weight of 8 bits becomes bfloat16 on the way, which holds its
+numbers exactly.
 
 Only a process that compiles imports this module, because it imports Numba.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cpu_runtime import matmul
+from ...cpu_runtime import matmul, row_tiles, weight_tiles
 from ...cpu_runtime import matrix_tiles as tiles
 from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE
 from ...cpu_runtime.kernel import (
@@ -32,90 +33,127 @@ from ...cpu_runtime.kernel import (
     words,
     xla_handler,
 )
+from ...cpu_runtime.thread_pool import num_threads, take
 from .cpu_blocks import block_places, scale_columns
 
 PANEL = 256  # inputs: a panel of a block, and two tiles of rows, fit into the first-level cache
 COLUMN_TILES = matmul.BLOCK // tiles.TILE
 COLUMN_STRIDE = PANEL // tiles.STEP * tiles.TILE_BYTES
+ROWS_PER_CHUNK = 8  # that a thread lays out at a time
+OWN_ROWS = 64  # that every thread lays out for itself, at most
+FRAME, TILES, COUNTER, JOB_WORDS = 0, 1, 8, 16  # the words of a job; the last changes as blocks are taken
+GROUP = 32  # rows whose parts, a few full tiles, are multiplied before their products are added
 PART = matmul.MAX_PANEL  # inputs of a part of a block that are widened at a time
 
 panel_memory = stack_memory(COLUMN_TILES * COLUMN_STRIDE)
 sum_memory = stack_memory(4 * tiles.TILE * matmul.BLOCK)
+part_memory = stack_memory(4 * row_tiles.SPLIT * GROUP * matmul.BLOCK)
+job_memory = stack_memory(8 * JOB_WORDS)
 configuration_memory = stack_memory(2 * tiles.CONFIGURATION)
 
 
-def build(name: str, dtype: str, scaled: bool, blocked: bool) -> Iterator[tuple[str, Any]]:
+def build(name: str, dtype: str, scaled: bool, layout: str, parts: int) -> Iterator[tuple[str, Any]]:
     """The builder of the product with weights of a dtype; see `code_cache`.
 
     Args:
         name: the symbol of the kernel.
         dtype: of the weights.
         scaled: whether their columns have scales.
-        blocked: whether they lie block by block.
+        layout: "columns"; "blocks" if they lie block by block; "tiles" if blocks lie in tiles.
+        parts: numbers of bfloat16 that stand for one of a row: 1, or `row_tiles.SPLIT`.
     """
-    num_blocks, blocks_per_chunk, locate, next_block = block_places(blocked)
-    multiply, scale, size = multiply_block(dtype), scale_columns(), ITEMSIZE[dtype]
-    store_rows, configure = tiles.store_rows(), tiles.configure()
+    num_blocks = block_places(layout != "columns")[0]
+    multiply_blocks = _multiply_blocks(dtype, scaled, layout, parts)
+    store_rows, configure = row_tiles.store_rows(parts), tiles.configure()
 
     @njit(**EXACT)
-    def row_tile_bytes(inputs):
-        return (inputs + tiles.STEP - 1) // tiles.STEP * tiles.TILE_BYTES
+    def bytes_of_tiles(rows, inputs):
+        steps = (inputs + tiles.STEP - 1) // tiles.STEP
+        return (parts * rows + tiles.TILE - 1) // tiles.TILE * steps * tiles.TILE_BYTES
 
     @njit(**EXACT)
-    def round_rows(job_address, number):
-        """One tile of rows, rounded."""
-        job = words(job_address, 2)
-        x, shape = operand(job[0], 0)
-        target = job[1] + number * row_tile_bytes(shape[1])
-        store_rows(x, shape[0], shape[1], number * tiles.TILE, target)
+    def lay_out_rows(job_address, number):
+        """Some rows as rows of tiles that all threads read."""
+        job = words(job_address, JOB_WORDS)
+        x, shape = operand(job[FRAME], 0)
+        begin = number * ROWS_PER_CHUNK
+        store_rows(x, begin, min(shape[0], begin + ROWS_PER_CHUNK), shape[1], job[TILES])
 
     @njit(**EXACT)
-    def chunk(job_address, number):
-        """All rows times some neighbouring blocks of columns."""
-        job = words(job_address, 2)
-        frame = job[0]
+    def work(job_address, number):
+        """What a thread does. It lays out up to `OWN_ROWS` itself: to read them from another takes longer."""
+        job = words(job_address, JOB_WORDS)
+        if job[COUNTER] >= num_blocks(job[FRAME]):
+            return
+        x, shape = operand(job[FRAME], 0)
+        tiled = job[TILES]
+        if shape[0] <= OWN_ROWS:
+            tiled += number * bytes_of_tiles(shape[0], shape[1])
+            store_rows(x, 0, shape[0], shape[1], tiled)
+        before = configuration_memory()
+        tiles.store_configuration(before)
+        configure(before + tiles.CONFIGURATION, min(parts * shape[0], tiles.TILE))
+        multiply_blocks(job[FRAME], job_address + 8 * COUNTER, tiled)
+        tiles.load_configuration(before)
+
+    yield f"{name}_rows", thread_task(lay_out_rows)
+    yield f"{name}_work", thread_task(work)
+    rows_address, work_address = symbol_address(f"{name}_rows"), symbol_address(f"{name}_work")
+
+    @njit(**EXACT)
+    def body(frame):
+        rows, inputs = operand(frame, 0)[1][0], operand(frame, 0)[1][1]
+        job_address = job_memory()
+        job = words(job_address, JOB_WORDS)
+        copies = num_threads() if rows <= OWN_ROWS else 1
+        memory = allocate(CACHE_LINE + copies * bytes_of_tiles(rows, inputs))
+        job[FRAME], job[TILES], job[COUNTER] = frame, (memory + CACHE_LINE - 1) & -CACHE_LINE, 0
+        if rows > OWN_ROWS:
+            parallel_for(rows_address(), job_address, (rows + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
+        parallel_for(work_address(), job_address, num_threads())
+        free(memory)
+
+    yield name, xla_handler(body)
+
+
+def _multiply_blocks(dtype: str, scaled: bool, layout: str, parts: int) -> Any:
+    """`multiply_blocks(frame, counter, tiled)`: all rows times the blocks of columns that a thread gets.
+
+    It takes neighbouring ones from the counter at an address until none are left. `tiled` is the address of
+    the rows as tiles; the arguments are those of `build`.
+    """
+    blocked, size, scale = layout != "columns", ITEMSIZE[dtype], scale_columns()
+    num_blocks, blocks_per_chunk, locate, _ = block_places(blocked)
+    multiply = multiply_tiles() if layout == "tiles" else multiply_block(dtype)
+    if parts > 1:
+        multiply = add_split_products(multiply)
+
+    @njit(**EXACT)
+    def multiply_blocks(frame, counter, tiled):
         count = num_blocks(frame)
         per_chunk = blocks_per_chunk(count)
         shape = operand(frame, 0)[1]
         rows, inputs = shape[0], shape[1]
-        end = min(count, (number + 1) * per_chunk)
-        before = configuration_memory()
-        tiles.store_configuration(before)
-        configure(before + tiles.CONFIGURATION, min(rows, tiles.TILE))
-        for b in range(number * per_chunk, end):
-            w, column = locate(frame, b)
-            weight, weight_shape = operand(frame, 1 + w)
-            width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
-            stride = matmul.BLOCK if blocked else width
-            column_size = size * inputs if blocked else size
-            next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
-            following = operand(frame, 1 + next_weight)[0] + column_size * next_column
-            out, columns = result(frame, w)[0] + 4 * column, min(matmul.BLOCK, width - column)
-            weight += column_size * column
-            multiply(job[1], rows, inputs, weight, stride, width, out, columns, following)
-            if scaled:
-                scale(frame, w, column, out, rows, width, columns)
-        tiles.load_configuration(before)
+        begin = take(counter, per_chunk)
+        while begin < count:
+            end = min(count, begin + per_chunk)
+            for b in range(begin, end):
+                w, column = locate(frame, b)
+                weight, weight_shape = operand(frame, 1 + w)
+                width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
+                stride = matmul.BLOCK if blocked else width
+                column_size = size * inputs if blocked else size
+                likely = b + 1 if b + 1 < end else min(count - 1, begin + num_threads() * per_chunk)
+                next_weight, next_column = locate(frame, likely)
+                following = operand(frame, 1 + next_weight)[0] + column_size * next_column
+                out, columns = result(frame, w)[0] + 4 * column, min(matmul.BLOCK, width - column)
+                weight += column_size * column
+                multiply(tiled, rows, inputs, weight, stride, width, out, columns, following)
+                if scaled:
+                    scale(frame, w, column, out, rows, width, columns)
+            begin = take(counter, per_chunk)
 
-    yield f"{name}_rows", thread_task(round_rows)
-    yield f"{name}_chunk", thread_task(chunk)
-    rows_address, chunk_address = symbol_address(f"{name}_rows"), symbol_address(f"{name}_chunk")
-
-    @njit(**EXACT)
-    def body(frame):
-        shape = operand(frame, 0)[1]
-        row_tiles = (shape[0] + tiles.TILE - 1) // tiles.TILE
-        memory = allocate(2 * CACHE_LINE + row_tiles * row_tile_bytes(shape[1]))
-        job_address = (memory + CACHE_LINE - 1) & -CACHE_LINE
-        job = words(job_address, 2)
-        job[0], job[1] = frame, job_address + CACHE_LINE
-        parallel_for(rows_address(), job_address, row_tiles)
-        count = num_blocks(frame)
-        per_chunk = blocks_per_chunk(count)
-        parallel_for(chunk_address(), job_address, (count + per_chunk - 1) // per_chunk)
-        free(memory)
-
-    yield name, xla_handler(body)
+    return multiply_blocks
 
 
 @cache
@@ -126,10 +164,11 @@ def multiply_block(dtype: str) -> Any:
     columns of the block.
     """
     block, size, edge = matmul.BLOCK, ITEMSIZE[dtype], tiles.TILE
-    store_pairs, store_column = tiles.store_pairs(dtype, block), tiles.store_pairs(dtype, edge)
+    store_pairs, store_column = (weight_tiles.store_pairs(dtype, width) for width in (block, edge))
     store_part = _store_part(dtype)
-    pair_of_tiles, single_tile = tiles.product(2, 2), tiles.product(1, COLUMN_TILES)
-    one_tile, two_tiles = tiles.stream(dtype, 1), tiles.stream(dtype, 2)
+    pair_of_tiles = tiles.product(2, 2, tiles.TILE_BYTES)
+    single_tile = tiles.product(1, COLUMN_TILES, tiles.TILE_BYTES)
+    one_tile, two_tiles = (weight_tiles.stream(dtype, row_tiles) for row_tiles in (1, 2))
 
     @njit(**EXACT)
     def multiply_block(tiled, rows, inputs, weight, weight_stride, width, out, columns, following):
@@ -141,7 +180,7 @@ def multiply_block(dtype: str) -> Any:
             if rows <= edge:
                 one_tile(tiled, 0, weight, row_bytes, steps, panel, out, stride, rows, following)
                 return
-            for half in (0, 1):
+            for half in range(2):
                 source, to = weight + half * size * block // 2, out + 2 * half * block
                 two_tiles(tiled, row_stride, source, row_bytes, steps, panel, to, stride, rows, following)
             return
@@ -183,12 +222,77 @@ def multiply_block(dtype: str) -> Any:
     return multiply_block
 
 
+@cache
+def multiply_tiles() -> Any:
+    """`multiply_tiles(...)`: as `multiply_block`, by a block of 64 columns that lies in tiles."""
+    block, edge, tile_bytes = matmul.BLOCK, tiles.TILE, tiles.TILE_BYTES
+    half_block, step_bytes = 4 * block // 2, 2 * tile_bytes
+    pair_of_tiles = tiles.product(2, 2, step_bytes)
+    single_tile, other_tile = (tiles.product(1, 2, step_bytes, first) for first in (0, 2))
+
+    @njit(**EXACT)
+    def multiply_tiles(tiled, rows, inputs, weight, weight_stride, width, out, columns, following):
+        stride, steps = 4 * width, inputs // tiles.STEP
+        half = steps * step_bytes
+        if rows <= edge:
+            single_tile(tiled, 0, weight, tile_bytes, steps, out, stride, 0)
+            other_tile(tiled, 0, weight + half, tile_bytes, steps, out + half_block, stride, 0)
+            return
+        sums, full_tiles, row_stride = sum_memory(), rows // edge, steps * tile_bytes
+        for begin in range(0, inputs, PANEL):
+            steps = min(PANEL, inputs - begin) // tiles.STEP
+            first = tiled + begin // tiles.STEP * tile_bytes
+            for h in range(2):
+                source, to = weight + h * half + begin // tiles.STEP * step_bytes, out + h * half_block
+                for tile in range(0, full_tiles - 1, 2):
+                    at, target = first + tile * row_stride, to + tile * edge * stride
+                    pair_of_tiles(at, row_stride, source, tile_bytes, steps, target, stride, begin)
+                at, target = first + (full_tiles - 1) * row_stride, to + (full_tiles - 1) * edge * stride
+                if full_tiles % 2 == 1:
+                    single_tile(at, 0, source, tile_bytes, steps, target, stride, begin)
+                at, target, number = at + row_stride, target + edge * stride, rows % edge
+                if number > 0:
+                    if begin > 0:
+                        _copy(target, stride, sums, 2 * block, number, block // 2)
+                    other_tile(at, 0, source, tile_bytes, steps, sums, 2 * block, begin)
+                    _copy(sums, 2 * block, target, stride, number, block // 2)
+
+    return multiply_tiles
+
+
+@cache
+def add_split_products(multiply: Any) -> Any:
+    """`multiply_split(...)`: products of rows that are split, with the arguments of `multiply_block`.
+
+    Args:
+        multiply: `multiply_block` or `multiply_tiles`, which multiplies the parts.
+    """
+    block, edge = matmul.BLOCK, tiles.TILE
+    add_parts = row_tiles.add_parts()
+
+    @njit(**EXACT)
+    def multiply_split(tiled, rows, inputs, weight, weight_stride, width, out, columns, following):
+        sums, row_stride = part_memory(), (inputs + tiles.STEP - 1) // tiles.STEP * tiles.TILE_BYTES
+        for begin in range(0, rows, GROUP):
+            number = min(GROUP, rows - begin)
+            source = tiled + row_tiles.SPLIT * begin // edge * row_stride
+            parts = row_tiles.SPLIT * number
+            if parts > edge:
+                parts = (parts + edge - 1) & -edge
+            multiply(source, parts, inputs, weight, weight_stride, block, sums, columns, following)
+            add_parts(sums, number, columns, out + 4 * begin * width, 4 * width)
+
+    return multiply_split
+
+
 @njit(**EXACT)
 def _copy(source, source_stride, target, target_stride, rows, columns):
     """Copy rows of float32; strides are in bytes."""
     for r in range(rows):
-        row = floats(target + r * target_stride, (columns,))
-        row[:] = floats(source + r * source_stride, (columns,))
+        from_row = floats(source + r * source_stride, (columns,))
+        to_row = floats(target + r * target_stride, (columns,))
+        for c in range(columns):
+            to_row[c] = from_row[c]
 
 
 @cache

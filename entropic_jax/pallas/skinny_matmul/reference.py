@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 BLOCK_COLUMNS = 64  # of a weight that lies block by block
+TILE_INPUTS, TILE_COLUMNS = 32, 16  # of a weight that lies in tiles
 
 
 def skinny_matmul(
@@ -37,9 +38,32 @@ def in_blocks(weight: Any) -> Any:
     return weight.reshape(weight.shape[0], -1, BLOCK_COLUMNS).transpose(1, 0, 2)
 
 
+def in_tiles(weight: Any) -> Any:
+    """A weight `[inputs, outputs]` in tiles of matrix units, `[outputs / 64, inputs / 32, 2048]`.
+
+    A block of 64 columns is two halves, one after the other. In a step of 32 inputs a half has two tiles of
+    16 columns each, and in a tile the two inputs of a pair lie side by side.
+
+    >>> in_tiles(jnp.ones((64, 128))).shape
+    (2, 2, 2048)
+
+    Args:
+        weight: the array, of JAX or NumPy.
+    """
+    steps, blocks = weight.shape[0] // TILE_INPUTS, weight.shape[1] // BLOCK_COLUMNS
+    parts = weight.reshape(steps, TILE_INPUTS // 2, 2, blocks, 2, 2, TILE_COLUMNS)
+    return parts.transpose(3, 4, 0, 5, 1, 6, 2).reshape(blocks, steps, -1)
+
+
 def by_columns(weight: jax.Array) -> jax.Array:
-    """A weight as `[inputs, outputs]`, if it lies block by block; any other as it is."""
-    return weight.transpose(1, 0, 2).reshape(weight.shape[1], -1) if weight.ndim == 3 else weight
+    """A weight as `[inputs, outputs]`, if it lies block by block or in tiles; any other as it is."""
+    if weight.ndim < 3:
+        return weight
+    blocks, steps, width = weight.shape
+    if width == BLOCK_COLUMNS:
+        return weight.transpose(1, 0, 2).reshape(steps, -1)
+    parts = weight.reshape(blocks, 2, steps, 2, TILE_INPUTS // 2, TILE_COLUMNS, 2)
+    return parts.transpose(2, 4, 6, 0, 1, 3, 5).reshape(TILE_INPUTS * steps, -1)
 
 
 def _rounded(
