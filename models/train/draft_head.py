@@ -30,7 +30,15 @@ from ..config import ModelError
 from ..decoder import Params
 from ..model import load
 from . import corpus
-from .head_forward import Target, Taught, divergence, drafted_features, in_product_dtype, teach
+from .head_forward import (
+    OBJECTIVES,
+    Target,
+    Taught,
+    draft_cost,
+    drafted_features,
+    in_product_dtype,
+    teach,
+)
 
 SKIPPED = 8  # positions at the start of a window, where the head has next to nothing to read
 LATER = 0.7  # γ
@@ -41,13 +49,16 @@ RECENT = 50  # steps whose mean cost is recorded
 RECORD = "training.json"
 
 
-def make_step(head: draft_head.DraftHead, rule: optax.GradientTransformation, depth: int) -> Any:
-    """The update of weights and optimiser by a batch of windows; also returns the cost in nats a draft.
+def make_step(
+    head: draft_head.DraftHead, rule: optax.GradientTransformation, depth: int, objective: str = "divergence"
+) -> Any:
+    """The update of weights and optimiser by a batch of windows; also returns the cost of a draft.
 
     Args:
         head: the head's functions.
         rule: the optimiser.
         depth: drafts from every position.
+        objective: what a draft costs, see `head_forward.draft_cost`.
 
     Returns:
         `step(weights, optimiser state, parameters of the model, tokens [rows, n], Taught)`.
@@ -60,15 +71,17 @@ def make_step(head: draft_head.DraftHead, rule: optax.GradientTransformation, de
             # Those of a shorter window stand where the model computed the same token.
             shifted = jnp.pad(drafted, ((0, 0), (number, 0), (0, 0))).reshape(hidden.shape)
             counted = jnp.broadcast_to(jnp.arange(n) >= SKIPPED + number, (rows, n)).astype(jnp.float32)
-            nats = divergence(target.decoder, target.params, shifted, hidden, counted.reshape(-1))
-            total += LATER**number * nats / counted.sum()
+            of_drafts = draft_cost(
+                target.decoder, objective, target.params, shifted, hidden, counted.reshape(-1)
+            )
+            total += LATER**number * of_drafts / counted.sum()
         return total / sum(LATER**number for number in range(depth))
 
     @jax.jit
     def step(weights: Params, state: Any, params: Params, tokens: jax.Array, taught: Taught) -> Any:
-        nats, gradient = jax.value_and_grad(cost)(weights, params, tokens, taught)
+        mean_cost, gradient = jax.value_and_grad(cost)(weights, params, tokens, taught)
         updates, state = rule.update(gradient, state, weights)
-        return optax.apply_updates(weights, updates), state, nats
+        return optax.apply_updates(weights, updates), state, mean_cost
 
     return step
 
@@ -204,6 +217,12 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--intermediate-size", type=int, help="by default three times the hidden size")
     result.add_argument("--learning-rate", type=float, default=0.1)
+    result.add_argument(
+        "--objective",
+        choices=tuple(OBJECTIVES),
+        default="divergence",
+        help="cost of a draft: its divergence from the model, or how often it is rejected",
+    )
     result.add_argument("--reuse", type=int, default=3, help="steps on every window")
     result.add_argument("--minutes", type=float, default=math.inf, help="write the head and stop after this")
     result.add_argument("--seed", type=int, default=0)
@@ -232,7 +251,7 @@ def train(arguments: argparse.Namespace) -> draft_head.HeadConfig:
         optax.clip_by_global_norm(1.0),
         optax.contrib.muon(schedule, adam_learning_rate=lambda s: 0.1 * schedule(s), weight_decay=0.01),
     )
-    state, step = rule.init(weights), make_step(head, rule, arguments.depth)
+    state, step = rule.init(weights), make_step(head, rule, arguments.depth, arguments.objective)
     batches = windows(training, arguments.rows, arguments.length, arguments.seed)
     target = Target(model.decoder, in_product_dtype(model.params))
     taught = lessons(target, head.layer, batches, arguments.reuse, arguments.seed)
@@ -241,9 +260,9 @@ def train(arguments: argparse.Namespace) -> draft_head.HeadConfig:
     with Progress(*columns) as progress:
         bar = progress.add_task("training", total=steps)
         for _ in range(steps):
-            weights, state, nats = step(weights, state, target.params, *next(taught))
-            costs.append(float(nats))
-            progress.update(bar, advance=1, description=f"{costs[-1]:.3f} nats a draft")
+            weights, state, of_step = step(weights, state, target.params, *next(taught))
+            costs.append(float(of_step))
+            progress.update(bar, advance=1, description=f"{arguments.objective} {costs[-1]:.3f}")
             if time.monotonic() - began > 60 * arguments.minutes:
                 break
     common = None
@@ -263,8 +282,8 @@ def train(arguments: argparse.Namespace) -> draft_head.HeadConfig:
     head = dataclasses.replace(head, config=config)
     draft_head_files.save(arguments.output, *draft_head.with_list(head, weights, common))
     done = len(costs) * arguments.rows * arguments.length
-    nats = float(np.mean(costs[-RECENT:]))
-    _add_round(arguments.output, {"tokens": done, "nats": nats, "accepted": accepted})
+    cost = {"objective": arguments.objective, "cost": float(np.mean(costs[-RECENT:]))}
+    _add_round(arguments.output, {"tokens": done, **cost, "accepted": accepted})
     return config
 
 

@@ -1,7 +1,7 @@
 """A draft head's passes for training, in the products of `models.train.forward`.
 
 The mathematics is that of `models.draft_head`. A head's drafts are computed for all positions of a window at
-once, and the divergence from the model's distributions chunk by chunk, so that `[tokens, vocabulary]` never
+once, and their cost beside the model's distributions chunk by chunk, so that `[tokens, vocabulary]` never
 exists.
 """
 
@@ -202,44 +202,68 @@ def hidden(
     return norm("norm", x + product(inner, mlp["down_proj"]))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def divergence(
-    decoder: Decoder, params: Params, drafted: jax.Array, taught: jax.Array, counted: jax.Array
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def draft_cost(
+    decoder: Decoder,
+    objective: str,
+    params: Params,
+    drafted: jax.Array,
+    taught: jax.Array,
+    counted: jax.Array,
 ) -> jax.Array:
-    """Σ of KL(model ‖ draft) over the tokens that are counted, nats; the gradient is that of `drafted`.
+    """The cost of drafts, summed over the tokens that are counted; the gradient is that of `drafted`.
+
+    For p of the model and q of the draft, "divergence" is KL(p ‖ q) in nats, and "rejection" is
+    1 − Σ min(p, q), the total variation: of a drafted token, about the probability that it is rejected.
 
     Args:
         decoder: the functions of the model.
-        params: its parameters.
+        objective: one of `OBJECTIVES`.
+        params: the parameters of the model.
         drafted: `[tokens, hidden]`, features of the head.
         taught: `[tokens, hidden]`, hidden states of the model.
         counted: float32 `[tokens]`, 1 for tokens that are counted, else 0.
     """
-    return _divergence_forward(decoder, params, drafted, taught, counted)[0]
+    return _cost_forward(decoder, objective, params, drafted, taught, counted)[0]
 
 
-def _divergence_forward(decoder, params, drafted, taught, counted):
+def _cost_forward(decoder, objective, params, drafted, taught, counted):
     size = math.gcd(len(drafted), CHUNK)
 
     def chunk(total, xs):
         features, hidden, counted = xs
 
-        def log_probs(x):
+        def logits_of(x):
             return decoder.logits(params, x.astype(hidden.dtype)).astype(jnp.float32)
 
-        logits, gradient_of = jax.vjp(log_probs, features)
-        logprobs, drafted = jax.nn.log_softmax(log_probs(hidden)), jax.nn.log_softmax(logits)
-        probs = jnp.exp(logprobs)
-        total += ((probs * (logprobs - drafted)).sum(-1) * counted).sum()
-        return total, gradient_of((jnp.exp(drafted) - probs) * counted[:, None])[0]
+        logits, gradient_of = jax.vjp(logits_of, features)
+        costs, slopes = OBJECTIVES[objective](jax.nn.log_softmax(logits_of(hidden)), logits)
+        return total + (costs * counted).sum(), gradient_of(slopes * counted[:, None])[0]
 
     chunks = (x.reshape(-1, size, *x.shape[1:]) for x in (drafted, taught, counted))
     total, gradient = jax.lax.scan(chunk, jnp.float32(0), tuple(chunks))
     return total, gradient.reshape(drafted.shape)
 
 
-def _divergence_backward(decoder, gradient, slope):
+def _cost_backward(decoder, objective, gradient, slope):
     return None, slope * gradient, None, None
 
 
-divergence.defvjp(_divergence_forward, _divergence_backward)
+draft_cost.defvjp(_cost_forward, _cost_backward)
+
+
+def _divergence(logprobs: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """KL(p ‖ q) of each token, and its gradient to the logits of q."""
+    probs, drafted = jnp.exp(logprobs), jax.nn.log_softmax(logits)
+    return (probs * (logprobs - drafted)).sum(-1), jnp.exp(drafted) - probs
+
+
+def _rejection(logprobs: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """1 − Σ min(p, q) of each token, and its gradient to the logits of q."""
+    probs, drafted = jnp.exp(logprobs), jax.nn.softmax(logits)
+    below = (drafted < probs).astype(jnp.float32)
+    mass = (drafted * below).sum(-1, keepdims=True)
+    return 1 - jnp.minimum(probs, drafted).sum(-1), drafted * (mass - below)
+
+
+OBJECTIVES = {"divergence": _divergence, "rejection": _rejection}
