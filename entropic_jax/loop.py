@@ -20,6 +20,7 @@ from .phases.batch import gather_active, record, scatter
 from .phases.emission import emit
 from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
+from .phases.start_check import check_replayed
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, SchedulingSignal, State, Trace
 from .state.constraints import Constraints
@@ -245,7 +246,11 @@ def replay(
 
     Returns:
         The state, and the trace `[steps, rows]`.
+
+    Raises:
+        ValueError: the tokens are no integers `[rows, steps]`.
     """
+    check_replayed(tokens, state.length.shape[0])
 
     def program(params, state, controller, tokens):
         def body(state, token):

@@ -217,3 +217,18 @@ def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):
     assert back.granted.tolist() == [-(-length // 4), 3]
     with pytest.raises(ValueError, match="cache must be allocated without surprisals"):
         cache.rewind(cache.allocate(SHAPE, 1, 8, page_size=4, surprisal=True), jnp.array([True]), ints(0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(rows=1.5), "rows must be an integer of at least 1; got 1.5"),
+        (dict(rows=0), "rows must be an integer of at least 1; got 0"),
+        (dict(context="9"), "context must be an integer of at least 1; got '9'"),
+        (dict(page_size=True), "page_size must be an integer of at least 1; got True"),
+        (dict(pages=0), "pages must be an integer of at least 1; got 0"),
+    ],
+)
+def test_sizes_of_a_cache_are_positive_integers(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        cache.allocate(SHAPE, **{"rows": 1, "context": 32, **sizes})

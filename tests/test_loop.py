@@ -204,6 +204,15 @@ def test_prompts_that_cannot_be_served(change, message):
 
 
 @pytest.mark.slow
+def test_replay_refuses_other_tokens_than_integers_of_every_row():
+    m = tiny.model()
+    pool = allocate(m.decoder.shape, 2, 32, page_size=8)
+    state = start(m.decoder, m.params, chain(), pool, tiny.prompts(3, 4), key=jax.random.key(0), max_tokens=9)
+    for tokens in (jnp.zeros((3, 4), jnp.int32), jnp.zeros(2, jnp.int32), jnp.zeros((2, 4))):
+        with pytest.raises(ValueError, match=r"tokens must be integers of shape \(2, steps\); got"):
+            replay(m.decoder, m.params, chain(), state, tokens)
+
+
 def test_replay_is_differentiable_in_the_parameters():
     m = tiny.model()
     (text,) = tiny.prompts(24)

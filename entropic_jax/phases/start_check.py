@@ -122,6 +122,18 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name} must be an integer between {low} and {high}; got {value!r:.200}")
 
 
+def check_replayed(tokens: Any, rows: int) -> None:
+    """Raises ValueError unless tokens to replay are integers `[rows, steps]`.
+
+    Args:
+        tokens: the array.
+        rows: number of rows of the state.
+    """
+    shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
+    if len(shape) != 2 or shape[0] != rows or not jnp.issubdtype(dtype, jnp.integer):
+        raise ValueError(f"tokens must be integers of shape ({rows}, steps); got {dtype} of shape {shape}")
+
+
 def is_integer(value: Any) -> bool:
     """Whether a value is an integer of Python, NumPy or JAX, and no truth value."""
     if isinstance(value, (np.ndarray, jax.Array)):

@@ -118,15 +118,17 @@ def allocate(
         moments: whether to keep sums of v and v² per page, for page selection by "mahalanobis".
         surprisal: whether to keep the sum of the tokens' surprisals per page, for page selection by
             "surprisal".
+
+    Raises:
+        ValueError: a size is no integer of at least 1.
     """
     page_size = default_page_size() if page_size is None else page_size
-    for name, value in (("rows", rows), ("context", context), ("page_size", page_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    sizes = {"rows": rows, "context": context, "page_size": page_size, "pages": 1 if pages is None else pages}
+    for name, value in sizes.items():
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
     per_row = -(-context // page_size)
     pages = rows * per_row if pages is None else pages
-    if pages < 1:
-        raise ValueError(f"pages must be at least 1; got {pages}")
 
     return _empty(shape, rows, per_row, pages, page_size, jnp.dtype(dtype).name, moments, surprisal)
 

@@ -45,8 +45,8 @@ def parameters(
     entropic_jax.parameter_tables.table.ParameterError: top_p must be a number above 0 and at most 1; got 1.5
     """
     for name, value in (("rows", rows), ("bias_slots", bias_slots)):
-        if value < 1:
-            raise ParameterError(f"{name} must be an integer of at least 1; got {value}", name)
+        if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+            raise ParameterError(f"{name} must be an integer of at least 1; got {value!r}", name)
     if unknown := sorted(values.keys() - DEVICE_PARAMETERS.keys()):
         raise TypeError(f"parameters got {unknown[0]}; it takes {', '.join(DEVICE_PARAMETERS)}")
     arrays = {
@@ -87,6 +87,10 @@ def _bias(logit_bias: Any, rows: int, slots: int) -> tuple[np.ndarray, np.ndarra
     """The biased tokens and their biases, each `[rows, slots]`; −1 is an unused slot."""
     if logit_bias is None or isinstance(logit_bias, Mapping):
         logit_bias = [logit_bias] * rows
+    if not isinstance(logit_bias, Sequence):
+        raise ParameterError(
+            f"logit_bias must be a mapping, or {rows} of them; got {logit_bias!r}", "logit_bias"
+        )
     if len(logit_bias) != rows:
         raise ParameterError(
             f"logit_bias must have {rows} entries, one per row; got {len(logit_bias)}", "logit_bias"

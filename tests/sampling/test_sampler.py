@@ -385,6 +385,7 @@ def test_kept_logits_have_unit_gradient():
         (dict(logit_bias={1: float("inf")}), r"logit_bias must be .*; got \{1: inf\}"),
         (dict(logit_bias=dict.fromkeys(range(9), 1.0)), "logit_bias must have at most bias_slots = 8 tokens"),
         (dict(logit_bias=[{}, {}]), "logit_bias must have .* entries, one per row; got 2"),
+        (dict(logit_bias=3), "logit_bias must be a mapping, or .* of them; got 3"),
         (dict(bias_slots=0), "bias_slots must be an integer of at least 1; got 0"),
     ],
 )
