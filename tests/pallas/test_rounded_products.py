@@ -10,6 +10,9 @@ from entropic_jax.pallas.skinny_matmul import reference, skinny_matmul
 
 WITH_UNITS = pytest.mark.skipif(not package.has_matrix_units(), reason="the processor has no matrix units")
 BACKENDS = ["xla", pytest.param("cpu", marks=WITH_UNITS)]
+INT8, E4M3 = (
+    pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "float8_e4m3fn")
+)  # compile long
 ROWS = (1, 2, 15, 16, 17, 32, 33, 48, 63, 80)
 
 
@@ -30,7 +33,7 @@ def exact(x, weight, scale=None):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", E4M3])
 @pytest.mark.parametrize(("inputs", "columns"), [(96, (128, 64)), (70, (72, 8)), (600, (64, 100))])
 def test_products_are_those_of_rounded_rows(inputs, columns, kind, backend):
     for rows in ROWS if backend == "cpu" else (1, 33):
@@ -53,7 +56,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(inputs, columns):
 
 
 @WITH_UNITS
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kind", ["bfloat16", INT8, E4M3])
 @pytest.mark.parametrize("inputs", [70, 96, 600])
 def test_weights_that_lie_block_by_block_give_the_same_bits(inputs, kind):
     for rows in ROWS:

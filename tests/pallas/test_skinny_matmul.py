@@ -53,7 +53,9 @@ def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize(
+    "kind", ["float32", "bfloat16", "int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("rows", [1, 2, 5, 7, 20, SKINNY_ROWS + 1])
 def test_weights_that_lie_block_by_block_give_the_same_bits(rows, kind, backend):
     rng = np.random.default_rng(rows)

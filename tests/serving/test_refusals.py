@@ -137,6 +137,7 @@ def test_adapters_of_llm(arguments, message):
 
 
 @pytest.mark.slow
+@pytest.mark.slow  # compiles an engine
 def test_parameters_for_each_prompt():
     with LLM(max_num_seqs=1, max_model_len=64, warmup="none") as llm:
         for params in ([None], [SamplingParams(), None]):
