@@ -239,23 +239,18 @@ def multiply_tiles() -> Any:
             other_tile(tiled, 0, weight + half, tile_bytes, steps, out + half_block, stride, 0)
             return
         sums, full_tiles, row_stride = sum_memory(), rows // edge, steps * tile_bytes
-        for begin in range(0, inputs, PANEL):
-            steps = min(PANEL, inputs - begin) // tiles.STEP
-            first = tiled + begin // tiles.STEP * tile_bytes
-            for h in range(2):
-                source, to = weight + h * half + begin // tiles.STEP * step_bytes, out + h * half_block
-                for tile in range(0, full_tiles - 1, 2):
-                    at, target = first + tile * row_stride, to + tile * edge * stride
-                    pair_of_tiles(at, row_stride, source, tile_bytes, steps, target, stride, begin)
-                at, target = first + (full_tiles - 1) * row_stride, to + (full_tiles - 1) * edge * stride
-                if full_tiles % 2 == 1:
-                    single_tile(at, 0, source, tile_bytes, steps, target, stride, begin)
-                at, target, number = at + row_stride, target + edge * stride, rows % edge
-                if number > 0:
-                    if begin > 0:
-                        _copy(target, stride, sums, 2 * block, number, block // 2)
-                    other_tile(at, 0, source, tile_bytes, steps, sums, 2 * block, begin)
-                    _copy(sums, 2 * block, target, stride, number, block // 2)
+        for h in range(2):
+            source, to = weight + h * half, out + h * half_block
+            for tile in range(0, full_tiles - 1, 2):
+                at, target = tiled + tile * row_stride, to + tile * edge * stride
+                pair_of_tiles(at, row_stride, source, tile_bytes, steps, target, stride, 0)
+            at, target = tiled + (full_tiles - 1) * row_stride, to + (full_tiles - 1) * edge * stride
+            if full_tiles % 2 == 1:
+                single_tile(at, 0, source, tile_bytes, steps, target, stride, 0)
+            number = rows % edge
+            if number > 0:
+                other_tile(at + row_stride, 0, source, tile_bytes, steps, sums, 2 * block, 0)
+                _copy(sums, 2 * block, target + edge * stride, stride, number, block // 2)
 
     return multiply_tiles
 
