@@ -17,6 +17,7 @@ RETIRED_WORDS = {
     "board": "device state",
     "desk": "branch state",
     "few": "skinny matmul",
+    "jobs": "requests",
     "knobs": "gains",
     "mine": "the name of the thing",
     "seat": "row, slot",

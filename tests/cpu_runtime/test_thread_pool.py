@@ -13,7 +13,7 @@ import pytest
 from entropic_jax import cpu_runtime
 
 ROOT = Path(__file__).resolve().parents[2]
-CHUNKS, HELPED_JOBS = 6, 8  # chunks of a job; jobs in which a helper must have run a chunk
+CHUNKS, HELPED_CALLS = 6, 8  # chunks of a job; jobs in which a helper must have run a chunk
 # Each chunk counts its runs, names the thread that ran it, and computes what takes a while; chunk 0, which is
 # taken last, takes longest. The buffer is freed before the next job, as the kernels do.
 SCRIPT = """
@@ -92,7 +92,7 @@ pytestmark = pytest.mark.skipif(not cpu_runtime.numba_installed(), reason="Numba
 def test_every_chunk_runs_once_and_the_caller_waits_for_it():
     environment = {k: v for k, v in os.environ.items() if k != "ENTROPIC_KERNELS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(CHUNKS), str(HELPED_JOBS)],
+        [sys.executable, "-c", SCRIPT, str(CHUNKS), str(HELPED_CALLS)],
         cwd=ROOT,
         env=environment,
         capture_output=True,

@@ -274,7 +274,7 @@ class Alternating(Grammar):
         return self.count < 6
 
 
-def test_grammars_hold_beside_free_jobs(exact):
+def test_grammars_hold_beside_free_requests(exact):
     free = engine_request("free", prompt(30), seed=4, **WARM)
     ((alone, _),) = run(exact, free)
     (beside, _), (held, last) = run(

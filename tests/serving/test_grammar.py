@@ -34,11 +34,11 @@ def body(constraint: dict, **more) -> dict:
 
 @pytest.mark.parametrize("constraint", HOPELESS.values(), ids=HOPELESS)
 def test_a_grammar_of_no_text_is_refused_before_it_starts(live, constraint):
-    jobs = len(live.engine.engine_requests)
+    requests = len(live.engine.engine_requests)
     for stream in (False, True):
         error = refused(httpx2.post(live.url + PATH, json=body(constraint, stream=stream), timeout=60), 400)
         assert NO_TEXT in error["message"] and error["param"].startswith("structured_outputs.")
-    assert len(live.engine.engine_requests) == jobs
+    assert len(live.engine.engine_requests) == requests
 
 
 @pytest.mark.parametrize("constraint", BROKEN_LATER.values(), ids=BROKEN_LATER)

@@ -118,7 +118,7 @@ def test_a_timeout(live, monkeypatch):
 @pytest.mark.parametrize("streamed", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_ends_its_jobs(live, streamed, stage, n):
+def test_a_client_that_leaves_ends_its_requests(live, streamed, stage, n):
     live.engine.prefill, live.engine.pace = (60.0, 0.0) if stage == "prefill" else (0.0, 0.05)
     body = json.dumps({"prompt": "x", "n": n, "max_tokens": 10**6, "stream": streamed, "ignore_eos": True})
     with socket.create_connection(("127.0.0.1", live.port)) as connection:
