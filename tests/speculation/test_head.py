@@ -227,16 +227,8 @@ def test_a_window_leaves_earlier_positions_unread(window):
     """Keys and values before the window are NaN: without one, nothing is drafted."""
     (decoder, params), drafts = headed(window=window), drafting(3)
     pool = allocate(decoder.shape, 1, CONTEXT, page_size=PAGE)
-    state = start(
-        decoder,
-        params,
-        chain(),
-        pool,
-        prompts(20),
-        key=jax.random.key(7),
-        max_tokens=30,
-        speculator=drafts,
-    )
+    options: Any = dict(key=jax.random.key(7), max_tokens=30, speculator=drafts)
+    state = start(decoder, params, chain(), pool, prompts(20), **options)
     seen = int(state.length[0]) - (window or 0)
     pages, slots = np.asarray(state.cache.table)[0, np.arange(seen) // PAGE], np.arange(seen) % PAGE
     layer = state.cache.layers[1]

@@ -40,8 +40,10 @@ PANEL = 256  # inputs: a panel of a block, and two tiles of rows, fit into the f
 COLUMN_TILES = matmul.BLOCK // tiles.TILE
 COLUMN_STRIDE = PANEL // tiles.STEP * tiles.TILE_BYTES
 ROWS_PER_CHUNK = 8  # that a thread lays out at a time
-OWN_ROWS = 64  # that every thread lays out for itself, at most
-FRAME, TILES, COUNTER, JOB_WORDS = 0, 1, 8, 16  # the words of a job; the last changes as blocks are taken
+OWN_ROWS, OWN_BYTES = 64, 2**23  # up to which every thread lays out the rows for itself
+# The words of a job: XLA's call, the address of tiles and the bytes of each copy of them, 0 for one that all
+# threads read; and what is left, which changes as blocks are taken.
+FRAME, TILES, COPY, COUNTER, JOB_WORDS = 0, 1, 2, 8, 16
 GROUP = 32  # rows whose parts, a few full tiles, are multiplied before their products are added
 PART = matmul.MAX_PANEL  # inputs of a part of a block that are widened at a time
 
@@ -81,14 +83,14 @@ def build(name: str, dtype: str, scaled: bool, layout: str, parts: int) -> Itera
 
     @njit(**EXACT)
     def work(job_address, number):
-        """What a thread does. It lays out up to `OWN_ROWS` itself: to read them from another takes longer."""
+        """What a thread does. It lays out a few rows itself: to read them from another takes longer."""
         job = words(job_address, JOB_WORDS)
         if job[COUNTER] >= num_blocks(job[FRAME]):
             return
         x, shape = operand(job[FRAME], 0)
         tiled = job[TILES]
-        if shape[0] <= OWN_ROWS:
-            tiled += number * bytes_of_tiles(shape[0], shape[1])
+        if job[COPY] > 0:
+            tiled += number * job[COPY]
             store_rows(x, 0, shape[0], shape[1], tiled)
         before = configuration_memory()
         tiles.store_configuration(before)
@@ -105,10 +107,12 @@ def build(name: str, dtype: str, scaled: bool, layout: str, parts: int) -> Itera
         rows, inputs = operand(frame, 0)[1][0], operand(frame, 0)[1][1]
         job_address = job_memory()
         job = words(job_address, JOB_WORDS)
-        copies = num_threads() if rows <= OWN_ROWS else 1
-        memory = allocate(CACHE_LINE + copies * bytes_of_tiles(rows, inputs))
+        size, copies = bytes_of_tiles(rows, inputs), num_threads()
+        owned = rows <= OWN_ROWS and copies * size <= OWN_BYTES
+        memory = allocate(CACHE_LINE + (copies * size if owned else size))
         job[FRAME], job[TILES], job[COUNTER] = frame, (memory + CACHE_LINE - 1) & -CACHE_LINE, 0
-        if rows > OWN_ROWS:
+        job[COPY] = size if owned else 0
+        if not owned:
             parallel_for(rows_address(), job_address, (rows + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
         parallel_for(work_address(), job_address, num_threads())
         free(memory)
