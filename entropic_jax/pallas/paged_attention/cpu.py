@@ -61,10 +61,7 @@ def decode(
     *,
     soft_cap: float | None = None,
 ) -> PartialAttention:
-    """Float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8.
-
-    See the package for the contract.
-    """
+    """Float32 queries, head_dim a multiple of 16, pages of float32, bfloat16 or int8; see the package."""
     require_no_soft_cap(soft_cap)
     ends = (window_start[:, None], context_length[:, None])
     part = _attend(q[:, :, None], keys, values, page_table, page_list, num_pages, *ends)
@@ -202,8 +199,9 @@ def _page_attention(shape: Shape) -> Any:
             return
         if scaled and stride > page_size:  # vectors of scales must not reach behind the pool
             scale = floats(scratch, (2, stride))
-            scale[0, :page_size] = floats(key_scale, (page_size,))
-            scale[1, :page_size] = floats(value_scale, (page_size,))
+            of_keys, of_values = floats(key_scale, (page_size,)), floats(value_scale, (page_size,))
+            for t in range(page_size):
+                scale[0, t], scale[1, t] = of_keys[t], of_values[t]
             key_scale, value_scale = scratch, scratch + 4 * stride
         block, weights = scratch + 8 * stride, scratch + 8 * stride + block_bytes
         heads = 4 * first * group * head_dim
