@@ -56,7 +56,10 @@ def _rest(builder: Any, value: Any) -> Any:
 
 @cache
 def _store_steps(parts: int) -> Any:
-    """`store_steps(x, first, second, third, steps)`: one row of x, float32, as `parts` rows of tiles."""
+    """`store_steps(x, first, second, third, steps)`: one row of x, float32, as `parts` rows of tiles.
+
+    The addresses of the rows beyond `parts` are not used.
+    """
 
     def emit(builder, values):
         *places, steps = values
@@ -134,7 +137,7 @@ def add_parts() -> Any:
         for r in range(rows):
             parts = floats(sums + 4 * BLOCK * SPLIT * r, (SPLIT, BLOCK))
             row = floats(out + r * out_stride, (columns,))
-            if columns == BLOCK:
+            if columns == BLOCK:  # a number of turns that the compiler knows
                 for c in range(BLOCK):
                     row[c] = (parts[2, c] + parts[1, c]) + parts[0, c]
             else:

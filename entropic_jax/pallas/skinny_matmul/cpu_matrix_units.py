@@ -228,7 +228,10 @@ def multiply_block(dtype: str) -> Any:
 
 @cache
 def multiply_tiles() -> Any:
-    """`multiply_tiles(...)`: as `multiply_block`, by a block of 64 columns that lies in tiles."""
+    """`multiply_tiles(...)`: as `multiply_block`, by a block of 64 columns that lies in tiles.
+
+    The processor fetches such a block ahead by itself, so `following` is not used.
+    """
     block, edge, tile_bytes = matmul.BLOCK, tiles.TILE, tiles.TILE_BYTES
     half_block, step_bytes = 4 * block // 2, 2 * tile_bytes
     pair_of_tiles = tiles.product(2, 2, step_bytes)
