@@ -36,8 +36,7 @@ LAYERS = (
     ("entropic_jax.serving.llm", "entropic_jax.serving.fleet"),
     ("entropic_jax.serving.commands",),
     ("entropic_jax.serving.cli", "entropic_jax.serving.server"),
-    ("entropic_jax.serving.fleet.app",),
-    ("entropic_jax.__main__",),
+    ("entropic_jax.serving.ray_app", "entropic_jax.__main__"),
     ("benchmarks", "examples"),
 )
 # Most pairs (importer, imported) of modules and folders directly below a package. A module that imports from

@@ -17,7 +17,6 @@ EXCUSED: dict[str, str] = {}
 LONG_FUNCTION = 80  # lines with signature and docstring, above which a function must say here why it is one
 # Functions that emit one vector kernel; their parts share a machine-code builder and addresses.
 EXCUSED_FUNCTIONS = {
-    "entropic_jax/cpu_runtime/attention.py:scores",
     "entropic_jax/pallas/paged_attention/cpu.py:_piece_attention",
 }
 LONG_PHASE = 40  # lines with signature and docstring, of a step of the loop and each of its phases

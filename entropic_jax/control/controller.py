@@ -173,6 +173,11 @@ class Every:
     controller: Any
     n: int
 
+    def __post_init__(self) -> None:
+        """Check the period, unless it is traced. Raises ValueError."""
+        if isinstance(self.n, int | float) and not (self.n >= 1 and float(self.n).is_integer()):
+            raise ValueError(f"n must be an integer of at least 1; got {self.n}")
+
     @property
     def observes(self) -> Any:
         """The attention statistics that the controller needs."""

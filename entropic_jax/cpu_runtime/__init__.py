@@ -16,15 +16,19 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `matmul` | tiles of matrix products as LLVM vector code |
 | `matrix_tiles` | the same on the matrix units of x86 processors |
 | `row_tiles`, `weight_tiles` | rows and weights as tiles of those |
+| `int4_tiles` | weights of 4 bits in the tiles of `matmul` |
 | `matrix_units` | whether this process may use those |
+| `attention`, `attention_scores` | softmax, weighted sums and scores of attention to a page |
+| `head_batches` | batches of query heads in those |
 | `instructions` | vector instructions as LLVM code |
 | `control_flow` | loops and branches around them |
 | `vector` | inner loops as LLVM vector code |
 | `threshold` | the largest threshold that keeps enough weight |
 | `run_once` | a cache of one result per argument, safe with several threads |
 
-Only a process that compiles imports Numba, and with it `call_frame`, `control_flow`, `instructions`,
-`kernel`, `matmul`, `matrix_tiles`, `row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
+Only a process that compiles imports Numba, and with it `attention`, `attention_scores`, `call_frame`,
+`control_flow`, `head_batches`, `instructions`, `int4_tiles`, `kernel`, `matmul`, `matrix_tiles`,
+`row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
 """
 
 import sys

@@ -13,7 +13,7 @@ from entropic_jax.parameter_tables.control_gains import PRESETS
 from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options import kv_cache, speculation_options
-from ..options.option_types import positive
+from ..options.option_types import ROWS, number, positive
 
 if TYPE_CHECKING:
     from entropic_jax.analysis.plan import Plan
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-num-seqs",
-        type=positive,
+        type=number(ROWS),
         default=32,
         metavar="INT",
         help="sequences of an engine (default: 32)",

@@ -135,6 +135,14 @@ def run_fleet(options: argparse.Namespace) -> int:
     return launch.run(options, settings, frontend_of)
 
 
+def fleet_application(options: argparse.Namespace) -> Any:
+    """The application of Ray Serve that the options describe, for Ray's own `serve run`."""
+    from ..fleet.deployment import application
+
+    options.replicas = options.replicas or 1
+    return application(options, fleet_settings(options), frontend_of)
+
+
 def fleet_settings(options: argparse.Namespace) -> Settings:
     """The settings of each replica. RequestError for options that a fleet does not have."""
     options.model = options.path or options.model
@@ -306,8 +314,6 @@ def load(
     from .warm_progress import WarmProgress
 
     names = options.served_model_name or (options.model.resolve().name,)
-    if "" in names:
-        raise RequestError("--served-model-name must not be empty; got ''")
     for adapter in options.lora_modules:
         if adapter.name in names:
             raise RequestError(f"--lora-modules must not name the model itself; got {adapter.name}")

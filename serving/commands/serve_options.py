@@ -11,8 +11,9 @@ from entropic_jax.parameter_tables.table import Number
 from ..http.rate_limit import RateLimit
 from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
+from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
-from ..options.option_types import number, positive
+from ..options.option_types import ROWS, number, positive, string
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _model(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
     group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="names of the API (default: the directory's)"
+        "--served-model-name",
+        nargs="+",
+        type=string(LONGEST_NAME),
+        metavar="NAME",
+        help="names of the API (default: the directory's)",
     )
     model_options.add_dtype(group)
     model_options.add_quantization(group)
@@ -174,7 +179,7 @@ def _adapters(group: argparse._ArgumentGroup) -> None:
 
 
 def _engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-num-seqs", type=positive, metavar="INT", help="sequences that run at once")
+    group.add_argument("--max-num-seqs", type=number(ROWS), metavar="INT", help="sequences that run at once")
     group.add_argument(
         "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
     )

@@ -21,6 +21,7 @@ from ..options import control_options, lora, parallelism, prefill_options, specu
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
+from ..options.option_types import ROWS
 from .launch_shapes import chunk_shapes, widths
 from .programs import Shapes
 
@@ -28,7 +29,6 @@ Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "predicted", "fcfs"]
 UTILIZATIONS = Number(float, 0, 1, above_low=True)
 EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
-MOST_ROWS = 4096  # bound on `max_num_seqs`, far beyond what a device serves well
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +92,9 @@ class EngineOptions:
             _check_integer(name, getattr(self, name), 1)
         if self.branches is not None:
             control_options.BRANCHES.check("branches", self.branches)
-        for name in ("max_num_seqs", "max_queue", "max_steps"):
+        ROWS.check("max_num_seqs", self.max_num_seqs)
+        for name in ("max_queue", "max_steps"):
             _check_integer(name, getattr(self, name), 1, optional=False)
-        if self.max_num_seqs > MOST_ROWS:
-            raise ParameterError(
-                f"max_num_seqs must be at most {MOST_ROWS}; got {short(self.max_num_seqs)}", "max_num_seqs"
-            )
         if self.gpu_memory_utilization is not None:
             UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
         flags = ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant", "parse_special")

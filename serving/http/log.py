@@ -7,6 +7,7 @@ import sys
 from datetime import UTC, datetime
 from typing import TextIO
 
+REQUEST_ID = "[A-Za-z0-9._:/+=@-]{1,128}"  # a pattern of the ids that clients may give to requests
 request_id: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "color_message", "taskName"}
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, short
 
 PROCESSES = ("coordinator_address", "num_processes", "process_id")
 WITHOUT_OPTION = ("prompt",)  # may come from elsewhere, and is then not called by its option
@@ -63,5 +63,18 @@ def number(accepts: Number) -> Callable[[str], Any]:
     return convert
 
 
+def string(length: int) -> Callable[[str], str]:
+    """The conversion to a string of 1 to `length` characters."""
+
+    def convert(text: str) -> str:
+        if 0 < len(text) <= length:
+            return text
+        raise argparse.ArgumentTypeError(f"must be a string of 1 to {length} characters; got {short(text)}")
+
+    return convert
+
+
 positive = number(Number(int, 1, LARGEST_INT))
 """The conversion to an integer of at least 1."""
+ROWS = Number(int, 1, 4096)
+"""Sequences that run at once: far more than a device serves well."""

@@ -15,7 +15,7 @@ from entropic_jax.parameter_tables.table import (
     parameters_of,
 )
 
-from .option_types import number
+from .option_types import number, string
 
 OPTIONS = parameters_of(SamplingParams, (DEVICE, HOST))
 """The parameters that have an option; the others are for an answer that the command line does not write."""
@@ -32,7 +32,8 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
             metavar = "INT" if accepts.kind is int else "FLOAT"
             group.add_argument(flag, type=number(accepts), metavar=metavar, help=text)
         elif isinstance(accepts, Strings):
-            group.add_argument(flag, action="append", metavar="TEXT", help=f"{text}; repeatable")
+            kind = string(accepts.length)
+            group.add_argument(flag, action="append", type=kind, metavar="TEXT", help=f"{text}; repeatable")
         elif isinstance(accepts, TokenIds):
             group.add_argument(flag, action="append", type=_token, metavar="ID", help=f"{text}; repeatable")
         else:

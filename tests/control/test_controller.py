@@ -154,6 +154,12 @@ def test_every_acts_at_the_first_step_and_each_nth_after():
     assert changes.tolist() == [True, False, True, False, True]
 
 
+@pytest.mark.parametrize("n", [0, -1, 1.5, float("inf"), float("nan")])
+def test_a_period_is_a_number_of_tokens(n):
+    with pytest.raises(ValueError, match=f"n must be an integer of at least 1; got {n}"):
+        Every(Nudge(1.0), n)
+
+
 @pytree
 class Quota:
     """Lets every row advance by one more token than before."""

@@ -17,12 +17,12 @@ def aligned(x) -> np.ndarray:
 @pytest.fixture(scope="module")
 def kernels():
     """Scores, the softmax and the accumulation of a page, called from Python."""
-    from entropic_jax.cpu_runtime import attention
+    from entropic_jax.cpu_runtime import attention, attention_scores
     from entropic_jax.cpu_runtime.kernel import compiled
     from entropic_jax.cpu_runtime.matmul import has_wide_registers
 
     wide = has_wide_registers()
-    emitted_scores = attention.scores(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
+    emitted_scores = attention_scores.scores(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
     emitted_softmax = attention.softmax(PAGE_SIZE, HEAD_DIM, False, wide)
     emitted_accumulate = attention.accumulate(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
 

@@ -62,12 +62,13 @@ def attention_assembly(target: str, kernel: str, head_dim: int, dtype: str, wide
     """
     from llvmlite import ir
 
-    from entropic_jax.cpu_runtime import attention
+    from entropic_jax.cpu_runtime import attention, attention_scores
 
     if kernel == "softmax":
         operation = attention.softmax(64, head_dim, dtype == "int8", wide)
     else:
-        operation = getattr(attention, kernel)(1, head_dim, 64, dtype, wide)
+        module = attention_scores if kernel == "scores" else attention
+        operation = getattr(module, kernel)(1, head_dim, 64, dtype, wide)
     num_arguments = 7 if kernel == "accumulate" else 8
 
     def fill(function):

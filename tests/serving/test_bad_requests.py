@@ -1,5 +1,7 @@
 """Requests with invalid bodies are refused with a message that names the field."""
 
+import json
+
 import httpx2
 import pytest
 
@@ -18,13 +20,14 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "max_tokens",
             "max_tokens must be an integer between 0 and 2147483647; got -1",
         ),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", "'5'"),
+        ({"prompt": "x", "max_tokens": "5"}, "max_tokens", '"5"'),
         (
             {"prompt": "x", "temperature": True},
             "temperature",
-            "temperature must be a number between 0 and 1000; got True",
+            "temperature must be a number between 0 and 1000; got true",
         ),
         ({"prompt": "x", "n": 0}, "n", "n must be an integer between 1 and 128; got 0"),
+        ({"prompt": "x", "request_id": "a\n"}, "request_id", r'; got "a\n"'),
         (
             {"prompt": "x", "suffix": "y"},
             "suffix",
@@ -38,7 +41,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "stop": ""},
             "stop",
-            "stop must be a string of 1 to 1024 characters or a list of up to 64; got ''",
+            'stop must be a string of 1 to 1024 characters or a list of up to 64; got ""',
         ),
         (
             {"prompt": []},
@@ -48,7 +51,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         ({"prompt": [-1]}, "prompt", "or a list of these, none of them empty; got [-1]"),
         ({"prompt": ["x"] * 5000}, "prompt", "at most"),
         ({"prompt": [4096]}, "prompt", "prompt must hold token ids between 0 and 4095; got 4096"),
-        ({"prompt": [1, "a"]}, "prompt", "; got [1, 'a']"),
+        ({"prompt": [1, "a"]}, "prompt", '; got [1, "a"]'),
         ({"prompt": [5] * 300}, "prompt", "maximum context length of 256 tokens; got 300"),
         ({"prompt": ["x"] * 600, "n": 2}, "prompt", "prompt must ask for at most 1024 texts; got 1200"),
         (
@@ -74,7 +77,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "entropic": {"target_entropy": "high", "trace": "yes"}},
             "entropic.target_entropy",
-            "entropic.target_entropy must be a number between 0 and 100 or \"auto\"; got 'high'",
+            'entropic.target_entropy must be a number between 0 and 100 or "auto"; got "high"',
         ),
         ({"prompt": "x", "entropic": 3}, "entropic", "entropic must "),
         (
@@ -111,7 +114,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "entropic.lowest_temperature",
             "entropic.lowest_temperature must not be set with the preset off, which has no temperature law",
         ),
-        ({"prompt": "x", "stream": "yes"}, "stream", "stream must be true or false; got 'yes'"),
+        ({"prompt": "x", "stream": "yes"}, "stream", 'stream must be true or false; got "yes"'),
         (
             {"prompt": "x", "deadline": 0},
             "deadline",
@@ -150,7 +153,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "use_beam_search": True},
             "use_beam_search",
-            "use_beam_search must be false; got True",
+            "use_beam_search must be false; got true",
         ),
         (
             {"prompt": "x", "use_beam_search": 0},
@@ -181,7 +184,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "prompt",
             "prompt must be a string, a list of token ids, or a list of these, none of them empty; got 5",
         ),
-        ({"prompt": "x", "logit_bias": {"b": 1}}, "logit_bias", "; got {'b': 1}"),
+        ({"prompt": "x", "logit_bias": {"b": 1}}, "logit_bias", '; got {"b": 1}'),
         (
             {"prompt": "x", "stop_token_ids": [4096]},
             "stop_token_ids",
@@ -207,21 +210,27 @@ def test_a_wrong_body_is_refused_by_name(live, body, param, said):
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("content", "said"),
     [
-        b"",
-        b"{",
-        b"[]",
-        b'"x"',
-        b'{"prompt": "x", "temperature": NaN}',
-        b'{"prompt": "\\ud800"}',
-        b"[" * 10**5,
+        (b"", "the body must be a JSON object"),
+        (b"{", "the body must be JSON; got an error: "),
+        (b"[]", "the body must be a JSON object"),
+        (b'"x"', "the body must be a JSON object"),
+        (b'{"prompt": "x", "temperature": NaN}', "temperature must be a number between 0 and 1000; got NaN"),
+        (b'{"prompt": "\\ud800"}', "the body must be Unicode; got a lone surrogate"),
+        (
+            b'{"prompt": "x", "seed": %s}' % (b"9" * 5000),
+            "the body must be JSON with numbers of at most 4300",
+        ),
+        (b'{"prompt": %s}' % (b"[" * 10**5), "got a longer one, or deep nesting"),
+        (b'{"prompt": %s%s}' % (b"[" * 900, b"]" * 900), "the body must not be nested as deeply"),
     ],
-    ids=["nothing", "half", "list", "text", "NaN", "surrogate", "deep"],
+    ids=["nothing", "half", "list", "text", "NaN", "surrogate", "digits", "endless", "deep"],
 )
-def test_what_is_not_a_body_is_refused(live, content):
+def test_what_is_not_a_body_is_refused(live, content, said):
     headers = {"Content-Type": "application/json"}
-    refused(httpx2.post(live.url + PATH, content=content, headers=headers), 400)
+    error = refused(httpx2.post(live.url + PATH, content=content, headers=headers), 400)
+    assert said in error["message"]
 
 
 def test_unknown_fields_are_left_alone(live):
@@ -234,7 +243,7 @@ def test_a_flag_with_the_name_of_a_number_is_called_a_flag(live, value):
     body = {"messages": [{"role": "user", "content": "x"}], "logprobs": value}
     error = refused(httpx2.post(f"{live.url}/v1/chat/completions", json=body), 400)
     assert error["param"] == "logprobs" and "must be true or false" in error["message"]
-    assert error["message"].endswith(f"got {value!r}")
+    assert error["message"].endswith(f"got {json.dumps(value)}")
 
 
 def test_a_field_called_query_is_named(live):

@@ -86,7 +86,7 @@ def test_the_application_describes_the_options():
 @pytest.mark.slow
 def test_serve_run_finds_the_application():
     pytest.importorskip("ray", reason="pip install -e '.[ray]'")
-    code = "from entropic_jax.serving.fleet.app import app; print(app._bound_deployment.name)"
+    code = "from entropic_jax.serving.ray_app import app; print(app._bound_deployment.name)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ENTROPIC_SERVE_ARGUMENTS": "--replicas 3"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True

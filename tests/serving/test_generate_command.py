@@ -210,7 +210,7 @@ def test_a_wrong_line_is_named_before_anything_runs(script, entropic, tmp_path, 
         (["--logit-bias=-3=1"], "error: --logit-bias must be a mapping of up to 300 token ids to numbers"),
         (
             ["--stop", ""],
-            "error: --stop must be a string of 1 to 1024 characters or a list of up to 64; got ['']",
+            "error: --stop must be a string of 1 to 1024 characters; got ''",
         ),
         (["--dtype", "int4"], "error: --dtype must be one of auto, float32, bfloat16, float16; got int4"),
         (

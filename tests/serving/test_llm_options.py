@@ -30,12 +30,15 @@ def test_options_that_are_refused(options, error, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_num_seqs": True}, "max_num_seqs must be an integer of at least 1; got True"),
+        ({"max_num_seqs": True}, "max_num_seqs must be an integer between 1 and 4096; got True"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1"),
         ({"num_pages": 10**12}, "num_pages must be at most [0-9]+ with .* available, at [0-9]+ bytes a page"),
         ({"block_size": True}, "block_size must be an integer of at least 1; got True"),
-        ({"max_num_seqs": 10**9}, "max_num_seqs must be at most 4096; got 1000000000"),
-        ({"max_num_seqs": 10**5000}, "max_num_seqs must be at most 4096; got a very large integer"),
+        ({"max_num_seqs": 10**9}, "max_num_seqs must be an integer between 1 and 4096; got 1000000000"),
+        (
+            {"max_num_seqs": 10**5000},
+            "max_num_seqs must be an integer between 1 and 4096; got a very large integer",
+        ),
         ({"max_model_len": 8193}, "max_model_len must be at most 8192, .*; got 8193"),
         ({"method": "snap"}, "method must be one of dense, entropyinfer, .*; got 'snap'"),
         ({"method": 3}, "method must be one of dense, .*; got 3"),

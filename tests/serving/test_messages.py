@@ -210,8 +210,11 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"max_tokens": None}, "max_tokens must be an integer between 0 and 2147483647; got None"),
-        ({"messages": IMAGE}, "messages.0.content.0.type must be one of 'text', 'tool_result'; got 'image'"),
+        ({"max_tokens": None}, "max_tokens must be an integer between 0 and 2147483647; got null"),
+        (
+            {"messages": IMAGE},
+            "messages.0.content.0.type must be one of 'text', 'tool_result'; got \"image\"",
+        ),
         ({"messages": [{"role": "system", "content": "x"}]}, "messages.0.role must be one of 'user', 'ass"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
@@ -233,7 +236,7 @@ IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
         ),
         ({"tool_choice": {"type": "any"}}, "tool_choice must be none or auto without tools"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers must have at most 0 items"),
-        ({"container": "x"}, "container must be null; got 'x'"),
+        ({"container": "x"}, 'container must be null; got "x"'),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": 3}}}},
             "output_config.format.schema must",

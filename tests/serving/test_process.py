@@ -160,6 +160,8 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
             "unrecognized arguments: --max-modell-len (did you mean --max-model-len?)",
         ),
         (("--max_num_seqs", "9"), "--max_num_seqs (did you mean --max-num-seqs?)"),
+        (("--max-num-seqs", "5000"), "--max-num-seqs must be an integer between 1 and 4096; got 5000"),
+        (("--served-model-name", ""), "--served-model-name must be a string of 1 to 200 characters; got ''"),
         (("--enforce-eager",), "--enforce-eager (did you mean --warmup none?)"),
         (("--swap-space=4",), "--swap-space=4 (preempted requests are recomputed)"),
         (("--ssl-keyfile", "k"), "--ssl-keyfile needs --ssl-certfile; got k alone"),

@@ -182,7 +182,7 @@ IMAGE = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]
         ({"tools": [{"type": "web_search"}]}, "tools.0.type", "tools.0.type must be 'function'"),
         ({"tool_choice": "required"}, "tool_choice", "tool_choice must be none or auto without tools"),
         ({"background": True}, "background", "background must"),
-        ({"conversation": "conv_1"}, "conversation", "conversation must be null; got 'conv_1'"),
+        ({"conversation": "conv_1"}, "conversation", 'conversation must be null; got "conv_1"'),
         ({"truncation": "auto"}, "truncation", "truncation must be 'disabled'"),
         ({"top_logprobs": 3}, "top_logprobs", "top_logprobs must be at most 0"),
         (

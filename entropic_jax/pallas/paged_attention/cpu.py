@@ -175,13 +175,14 @@ def _page_readers(shape: Shape) -> tuple[Any, Any]:
 
 def _page_attention(shape: Shape) -> Any:
     """Compile the attention of all queries of a (row, KV head) to one page."""
-    from ...cpu_runtime import attention, matmul
+    from ...cpu_runtime import attention, attention_scores, matmul
+    from ...cpu_runtime.instructions import LANES
     from ...cpu_runtime.kernel import compiled, floats
 
     group, head_dim, page_size, dtype = shape.group, shape.head_dim, shape.page_size, shape.dtype
-    scaled, stride, block_bytes = dtype == "int8", attention.padded(page_size), 4 * attention.LANES * head_dim
+    scaled, stride, block_bytes = dtype == "int8", attention_scores.padded(page_size), 4 * LANES * head_dim
     sizes = group, head_dim, page_size, dtype, matmul.has_wide_registers()
-    scores, accumulate = attention.scores(*sizes), attention.accumulate(*sizes)
+    scores, accumulate = attention_scores.scores(*sizes), attention.accumulate(*sizes)
     softmax = attention.softmax(page_size, head_dim, scaled, matmul.has_wide_registers())
 
     @compiled
@@ -259,7 +260,7 @@ def _piece_readers(shape: Shape, page_range: Any, page_of_entry: Any) -> tuple[A
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
-    from ...cpu_runtime.attention import padded
+    from ...cpu_runtime.attention_scores import padded
     from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
 

@@ -86,11 +86,13 @@ class Body(BaseModel):
 
 
 def unicode(body: Any) -> Any:
-    """The body as it is. Raises ValueError where a text in it holds a lone surrogate."""
+    """The body as it is. Raises ValueError where a text in it holds a lone surrogate, or it is too deep."""
     try:
         pydantic_core.to_json(body)
-    except pydantic_core.PydanticSerializationError:
-        raise ValueError("the body must be Unicode; got a lone surrogate") from None
+    except pydantic_core.PydanticSerializationError as error:
+        if "surrogates" in str(error):
+            raise ValueError("the body must be Unicode; got a lone surrogate") from None
+        raise ValueError("the body must not be nested as deeply; got hundreds of levels") from None
     return body
 
 

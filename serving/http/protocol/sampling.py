@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS, normal_seed
 
+from ..log import REQUEST_ID
 from .entropic import Entropic
 from .fields import (
     Body,
@@ -109,7 +110,7 @@ class SamplingBody(SamplingFields):
     )
     use_beam_search: No | None = Field(None, description="no beam search is built")
     user: str | None = None
-    request_id: str | None = Field(None, max_length=128)
+    request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     entropic: Entropic | None = None
 
     _unicode = model_validator(mode="before")(unicode)

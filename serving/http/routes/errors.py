@@ -57,6 +57,7 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+UNREADABLE = "There was an error parsing the body"  # what FastAPI says where Python's parser gives up
 PROMPT = "be a string, a list of token ids, or a list of these, none of them empty"
 OR_INFINITY = " (or -inf)"
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
@@ -149,7 +150,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def other(request: Request, error: HTTPException) -> Response:
         message, path, headers = str(error.detail), request.url.path[:200], error.headers
-        if message == HTTPStatus.NOT_FOUND.phrase:
+        if message == UNREADABLE:
+            message = (
+                "the body must be JSON with numbers of at most 4300 digits; got a longer one, or deep nesting"
+            )
+        elif message == HTTPStatus.NOT_FOUND.phrase:
             message = f"path must be one that /openapi.json lists; got {path}"
         elif message == HTTPStatus.METHOD_NOT_ALLOWED.phrase and headers is not None:
             methods = _methods(app, request) | set(headers.get("Allow", "").split(", "))
@@ -234,7 +239,20 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     accepted = accepted.removesuffix(OR_INFINITY)  # which JSON cannot state
     if name == "prompt" and len(same) > 1 and not any(e["type"] == "too_long" for e in same):
         accepted = PROMPT
-    return f"{name} must {accepted}; got {short(inputs[0])}", name
+    return f"{name} must {accepted}; got {in_json(inputs[0])}", name
+
+
+def in_json(value: Any) -> str:
+    """A value of a body as the client wrote it, cut to 60 characters.
+
+    >>> in_json([True, None, "é"])
+    '[true, null, "é"]'
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # no JSON, as a number of some thousand digits
+        return short(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _accepted(path: list[str]) -> Accepted | None:
@@ -248,7 +266,7 @@ def _accepted(path: list[str]) -> Accepted | None:
 def _of_entropic(name: str, accepts: Accepted | None, error: Mapping[str, Any]) -> str:
     """The message for a field of the object `entropic`."""
     if accepts is not None:
-        return f"entropic.{name} must be {accepts}; got {short(error['input'])}"
+        return f"entropic.{name} must be {accepts}; got {in_json(error['input'])}"
     close = difflib.get_close_matches(name, entropic.FIELDS, 1)
     hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(entropic.FIELDS)}"
     return f"entropic has no field {name[:200]}; {hint}"
@@ -264,8 +282,8 @@ def _in_list(tree: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> tu
     if kind in ("missing", "union_tag_not_found"):
         return f"{name} is missing", name
     if kind == "union_tag_invalid":
-        return f"{name} must be one of {context['expected_tags']}; got {short(context['tag'])}", name
-    return f"{name} must {_in_pydantic_words(deepest)}; got {short(deepest[0]['input'])}", name
+        return f"{name} must be one of {context['expected_tags']}; got {in_json(context['tag'])}", name
+    return f"{name} must {_in_pydantic_words(deepest)}; got {in_json(deepest[0]['input'])}", name
 
 
 def _place(tree: Any, error: Mapping[str, Any]) -> list[str]:

@@ -24,7 +24,6 @@ from .errors import answer
 logger = logging.getLogger("entropic_jax.serving.requests")
 OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/favicon.ico"}  # need no key
 QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # polled, hence not logged
-REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
 BODY_SECONDS, BODY_RATE = 30.0, 16384  # that a body may take, and what it must bring a second from then on
@@ -67,7 +66,7 @@ class Gate:
             name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]
         }
         request_id = headers.get("x-request-id", "")
-        identity = request_id if REQUEST_ID.fullmatch(request_id) else uuid.uuid4().hex
+        identity = request_id if re.fullmatch(log.REQUEST_ID, request_id) else uuid.uuid4().hex
         token = log.request_id.set(identity)
         start, status = time.perf_counter(), 0
 
