@@ -13,6 +13,7 @@ Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -97,6 +98,35 @@ def shardings(shapes: Any, mesh: Mesh) -> Any:
     """The NamedSharding of every array of a model's `Params`."""
     specs = partition_specs(shapes, model_devices(mesh))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+
+
+def local_region(
+    path: tuple[Any, ...],
+    shape: tuple[int, ...],
+    mesh: Mesh | None,
+    devices: Collection[jax.Device] | None = None,
+) -> tuple[slice, ...]:
+    """The part of a parameter that holds what these devices have of it, as one slice per axis.
+
+    Args:
+        path: the path of the array in `Params`.
+        shape: of the array.
+        mesh: over which it is divided; None for a device that has all of it.
+        devices: some of the mesh's; None for those of this process.
+
+    >>> local_region(("norm", "weight"), (8,), None)
+    (slice(0, 8, None),)
+    """
+    if model_devices(mesh) == 1:
+        return tuple(slice(0, size) for size in shape)
+    sharding = NamedSharding(mesh, partition_spec(path, len(shape)))
+    local = mesh.local_devices if devices is None else devices
+    indices = [index for device, index in sharding.devices_indices_map(shape).items() if device in local]
+    bounds = [
+        [part.indices(size) for part in parts]
+        for size, parts in zip(shape, zip(*indices, strict=True), strict=True)
+    ]
+    return tuple(slice(min(b[0] for b in axis), max(b[1] for b in axis)) for axis in bounds)
 
 
 def kv_head_copies(config: Config, devices: int) -> int:

@@ -26,6 +26,24 @@ class Piece(NamedTuple):
     transposed: bool  # whether the matrix in memory is the transpose of the part
     expert: int | None = None  # first index of a tensor that holds all experts
     outputs: slice = slice(None)  # along the axis of the outputs, the last one unless `transposed`
+    inputs: slice = slice(None)  # along the other axis of a matrix
+
+    def within(self, region: tuple[slice, ...]) -> "Piece":
+        """The piece of a region.
+
+        Args:
+            region: first and last index along each axis of the matrix or vector in memory.
+
+        >>> Piece("w", (12, 8), True, outputs=slice(4, 12, 2)).within((slice(0, 8), slice(1, 3))).outputs
+        slice(6, 9, 2)
+        """
+        if not region:
+            return self
+        *inputs, outputs = region
+        axis = -1 if not self.transposed else 0 if self.expert is None else 1
+        first, _, step = self.outputs.indices(self.stored_shape[axis])
+        chosen = slice(first + outputs.start * step, first + (outputs.stop - 1) * step + 1, step)
+        return self._replace(outputs=chosen, inputs=inputs[0] if inputs else slice(None))
 
 
 class ParameterSource(NamedTuple):

@@ -25,7 +25,7 @@ from .decoder import Params, structure
 from .formats.stored import DTYPES, StoredTensor, TensorInMemory
 from .host_memory import aligned_empty, touch, transpose
 from .quantisation import Int8Kernel
-from .sharding import copy_kv_heads, kv_head_copies, model_devices, partition_spec, with_kv_head_copies
+from .sharding import copy_kv_heads, local_region, model_devices, partition_spec, with_kv_head_copies
 from .stored_tensors import STRIP, StoredTensors, Tensor, strips
 from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
@@ -59,6 +59,7 @@ def read(
     """
     expected = entries(config)
     tensors.check(expected, config)
+    divided = structure(with_kv_head_copies(config, model_devices(mesh)))[1]
     arrays: list[jax.Array | Int8Kernel] = []
     in_memory: dict[str, TensorInMemory] = {}
     num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))
@@ -71,27 +72,34 @@ def read(
             return jnp.dtype(jnp.bfloat16) if narrow else dtype
 
         def begin(entry: ParameterSource) -> PendingArray:
+            shape = shape_at(divided, entry.path)  # with copies of KV heads, for which all heads are read
+            region = local_region(entry.path, entry.shape, mesh if shape == entry.shape else None)
+            size = tuple(part.stop - part.start for part in region)
+            stacked = len(entry.pieces) > 1
+            pieces = entry.pieces[region[0]] if stacked else entry.pieces
+            pieces = tuple(piece.within(region[-2:] if not stacked else region[1:]) for piece in pieces)
             int8 = tensors.int8_rows(entry) if entry.path in int8_kernels else None
             if int8 is not None:
-                host = aligned_empty(entry.shape, np.dtype(np.int8))
+                host = aligned_empty(size, np.dtype(np.int8))
                 touched = touch(host, threads)
-                blocks = fill_blocks(int8[0], host, entry.pieces[0], threads, touched)
-                return PendingArray(entry, host, blocks, int8[1][entry.pieces[0].outputs])
-            host = aligned_empty(entry.shape, dtype_of(entry))
+                blocks = fill_blocks(int8[0], host, pieces[0], threads, touched)
+                return PendingArray(entry, shape, region, host, blocks, int8[1][pieces[0].outputs])
+            host = aligned_empty(size, dtype_of(entry))
             touched = touch(host, threads)
-            parts = host if len(entry.pieces) > 1 else host.reshape(entry.shape[-2:] or (1,))[None]
-            sources = [in_memory.get(piece.name, tensors[piece.name]) for piece in entry.pieces]
-            each = zip(sources, parts, entry.pieces, strict=True)
+            parts = host if stacked else host.reshape(size[-2:] or (1,))[None]
+            sources = [in_memory.get(piece.name, tensors[piece.name]) for piece in pieces]
+            each = zip(sources, parts, pieces, strict=True)
             blocks = [block for parts in each for block in fill_blocks(*parts, threads, touched)]
-            return PendingArray(entry, host, blocks)
+            return PendingArray(entry, shape, region, host, blocks)
 
         begun: PendingArray | None = None
         for entry in [*expected, None]:
             following = None if entry is None else begin(entry)
             if begun is not None:
                 arrays.append(begun.finish(mesh, config))
-                advance(begun.host.size * (matrix_dtype or dtype).itemsize)
-                if config.tie_word_embeddings and begun.entry.pieces[0].name == EMBEDDING:
+                advance(math.prod(begun.entry.shape) * (matrix_dtype or dtype).itemsize)
+                in_full = begun.host.shape == begun.entry.shape
+                if config.tie_word_embeddings and in_full and begun.entry.pieces[0].name == EMBEDDING:
                     in_memory[EMBEDDING] = TensorInMemory(begun.host, "", tensors.directory)
             begun = following
     return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
@@ -101,6 +109,8 @@ class PendingArray(NamedTuple):
     """An array of Params that threads are filling."""
 
     entry: ParameterSource
+    shape: tuple[int, ...]  # on the devices, with the copies of KV heads that these need
+    region: tuple[slice, ...]  # of the array on disk, which `host` holds
     host: np.ndarray
     blocks: list[Future[None]]
     scales: np.ndarray | None = None  # of an int8 matrix
@@ -109,14 +119,17 @@ class PendingArray(NamedTuple):
         """The array on its devices, with the copies of KV heads that these need."""
         for block in self.blocks:
             block.result()
-        shape, kv_heads = self.host.shape, config.num_key_value_heads
-        if kv_head_copies(config, model_devices(mesh)) > 1:
-            shape = shape_at(structure(with_kv_head_copies(config, model_devices(mesh)))[1], self.entry.path)
-        array = place(copy_kv_heads(self.host, shape, kv_heads), self.entry.path, mesh)
-        if self.scales is None:
+        host, scales, region, path = self.host, self.scales, self.region, self.entry.path
+        if self.shape != self.entry.shape:
+            host = copy_kv_heads(host, self.shape, config.num_key_value_heads)
+            region = tuple(slice(0, size) for size in self.shape)
+        array = place(host, path, mesh, self.shape, region)
+        if scales is None:
             return array
-        scales = copy_kv_heads(np.ascontiguousarray(self.scales), shape[-1:], kv_heads)
-        return Int8Kernel(array, place(scales, (*self.entry.path[:-1], "scale"), mesh))
+        scales = np.ascontiguousarray(scales)
+        if self.shape != self.entry.shape:
+            scales = copy_kv_heads(scales, self.shape[-1:], config.num_key_value_heads)
+        return Int8Kernel(array, place(scales, (*path[:-1], "scale"), mesh, self.shape[-1:], region[-1:]))
 
 
 def shape_at(tree: Any, path: tuple[Any, ...]) -> tuple[int, ...]:
@@ -126,20 +139,32 @@ def shape_at(tree: Any, path: tuple[Any, ...]) -> tuple[int, ...]:
     return tree.shape
 
 
-def place(host: np.ndarray, path: tuple[Any, ...], mesh: Mesh | None) -> jax.Array:
+def place(
+    host: np.ndarray,
+    path: tuple[Any, ...],
+    mesh: Mesh | None,
+    shape: tuple[int, ...],
+    region: tuple[slice, ...],
+) -> jax.Array:
     """An array on its devices.
 
     Args:
-        host: its numbers.
+        host: the numbers of a part of the array that has all that this process's devices need.
         path: its path in Params.
         mesh: over which it is divided; None for the default device.
+        shape: of the array.
+        region: the part, as one slice per axis.
     """
     if mesh is None:
         return jax.block_until_ready(jax.device_put(host))
     spec = partition_spec(path, host.ndim) if model_devices(mesh) > 1 else PartitionSpec()
+
+    def shard(index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
+        return host[tuple(slice(b[0] - r.start, b[1] - r.start) for b, r in zip(bounds, region, strict=True))]
+
     # Each process puts its part on its devices.
-    divided = jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
-    return jax.block_until_ready(divided)
+    return jax.block_until_ready(jax.make_array_from_callback(shape, NamedSharding(mesh, spec), shard))
 
 
 def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:
@@ -171,6 +196,9 @@ def fill_blocks(
     lead = () if piece.expert is None else (piece.expert,)
     as_is = not piece.transposed and len(piece.stored_shape) - len(lead) > 1
     first, _, step = piece.outputs.indices((*piece.stored_shape[len(lead) :], 1)[0])
+    first_input = piece.inputs.start or 0
+    in_file = isinstance(tensor, StoredTensor) and piece.transposed
+    columns, chosen = ((piece.inputs,), slice(None)) if in_file else ((), piece.inputs)
     block_of = tensor.block if isinstance(tensor, StoredTensor) else tensor.__getitem__
 
     def fill(rows: slice) -> None:
@@ -178,12 +206,14 @@ def fill_blocks(
             wait(touched)
             out[...] = tensor[...].astype(out.dtype, copy=False)
         elif as_is:
-            block = block_of((*lead, rows))[..., piece.outputs].astype(out.dtype, copy=False)
+            on_disk = slice(first_input + rows.start, first_input + rows.stop)
+            block = block_of((*lead, on_disk))[..., piece.outputs].astype(out.dtype, copy=False)
             wait(touched)
             bits(out)[rows] = bits(block)
         else:
             on_disk = slice(first + rows.start * step, first + (rows.stop - 1) * step + 1)
-            block = bits(block_of((*lead, on_disk))[::step].astype(out.dtype, copy=False))
+            block = block_of((*lead, on_disk, *columns))[::step][..., chosen]
+            block = bits(block.astype(out.dtype, copy=False))
             wait(touched)
             if piece.transposed:
                 transpose(block, bits(out)[:, rows])

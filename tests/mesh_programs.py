@@ -19,6 +19,7 @@ from entropic_jax import allocate, generate, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods import presets
+from entropic_jax.models.sharding import local_region
 from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.phases.batch import gather_active
 from entropic_jax.phases.forward import decode
@@ -117,6 +118,25 @@ def pass_of(model: models.Model, state: Any) -> Any:
     return jax.jit(launch, donate_argnums=1).lower(model.params, state).compile()
 
 
+def misplaced(model: models.Model) -> list[str]:
+    """The parameters of which two devices in the middle hold anything but what `local_region` says."""
+    if model.mesh is None:
+        return []
+    devices = list(model.mesh.devices.flat)
+    some = devices[len(devices) // 2 - 1 : len(devices) // 2 + 1]
+    wrong = []
+    for keys, x in jax.tree_util.tree_leaves_with_path(model.params):
+        path = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
+        held = np.zeros(x.shape, bool)
+        for shard in x.addressable_shards:
+            if shard.device in some:
+                held[shard.index] = True
+        region = local_region(path, x.shape, model.mesh, some)
+        if not held[region].all() or held.sum() != held[region].size:
+            wrong.append(jax.tree_util.keystr(keys))
+    return wrong
+
+
 def report(family: str, mesh: str) -> dict[str, Any]:
     """What a mesh computes, and how."""
     model = model_of(family, mesh)
@@ -137,6 +157,7 @@ def report(family: str, mesh: str) -> dict[str, Any]:
             max(s.data.size for s in x.addressable_shards) for x in jax.tree.leaves(model.params)
         ],
         "weight_sizes": [x.size for x in jax.tree.leaves(model.params)],
+        "misplaced": misplaced(model),
         "logits": np.asarray(compiled(model.params, state)[1]).tolist(),
     }
     for name, preset in (("off", off), ("full-lossy", full)):

@@ -126,6 +126,7 @@ def test_no_device_has_more_than_its_share(family, shards):
     )
     assert mesh["argument_bytes"] <= divided + 1.05 * (replicated + undivided)
     assert undivided < 0.05 * mesh["weight_bytes"]
+    assert not mesh["misplaced"]
     assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
 
 

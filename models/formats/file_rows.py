@@ -1,4 +1,4 @@
-"""Rows of a large tensor, read from its file into a buffer that each thread uses again.
+"""Rows of a large tensor, or parts of rows, read from its file into a buffer that each thread uses again.
 
 Pages of a memory-mapped file cost time and memory: the system copies them to its page cache, and maps each
 of them. What the page cache does not hold is read past it here, where the system can (`O_DIRECT`).
@@ -26,17 +26,20 @@ BUFFERS = threading.local()
 def read_rows(array: np.ndarray, file: Path) -> np.ndarray:
     """The numbers of an array that is mapped from a file, until this thread's next call.
 
-    They are those of the array itself if it is not mapped, or not in one piece.
+    They are those of the array itself if it is not mapped, or its rows are not in one piece each.
 
     Args:
         array: the array.
         file: the path of the file.
     """
     mapping = mapping_of(array)
-    if mapping is None or not array.size or not array.flags.c_contiguous or not hasattr(os, "preadv"):
+    if mapping is None or not array.size or not hasattr(os, "preadv"):
         return array
     origin = np.frombuffer(mapping, np.uint8).ctypes.data
     begin = array.ctypes.data - origin  # in the file
+    if not array.flags.c_contiguous:
+        in_rows = array.ndim == 2 and array.strides[1] == array.itemsize and array.strides[0] > 0
+        return read_parts(array, file, begin) if in_rows else array
     end = begin + array.nbytes
     first, last = begin // UNIT * UNIT, -(-end // UNIT) * UNIT
     buffer = buffer_of(last - first)
@@ -45,6 +48,29 @@ def read_rows(array: np.ndarray, file: Path) -> np.ndarray:
     if not filled and not fill(buffer[begin - first : end - first], file, 0, begin, end):
         raise ModelError(f"{file} must not change while it is read")
     return np.frombuffer(buffer, array.dtype, array.size, begin - first).reshape(array.shape)
+
+
+def read_parts(array: np.ndarray, file: Path, begin: int) -> np.ndarray:
+    """The numbers of an array whose rows are parts of those of a tensor; nothing between them is read.
+
+    Args:
+        array: the array, `[rows, columns]`.
+        file: the path of the file.
+        begin: where in the file its first number is, in bytes.
+    """
+    stride, size = array.strides[0], array.shape[1] * array.itemsize
+    buffer = buffer_of(array.nbytes)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        for row in range(len(array)):
+            part = buffer[row * size : (row + 1) * size]
+            if os.preadv(descriptor, [part], begin + row * stride) != size:
+                raise ModelError(f"{file} must not change while it is read")
+    finally:
+        os.close(descriptor)
+    return np.frombuffer(buffer, array.dtype, array.size).reshape(array.shape)
 
 
 def fill(buffer: memoryview, file: Path, flags: int, begin: int, end: int) -> bool:

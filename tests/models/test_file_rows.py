@@ -58,8 +58,8 @@ def test_rows_are_those_of_the_file(rows, cached, file, numbers, opened, monkeyp
     assert bool(opened[0] & file_rows.DIRECT) == (not cached and file_rows.DIRECT > 0)
 
 
-def test_columns_are_not_copied(file, numbers):
-    part = mapped(file)[:, 3:400]
+def test_every_other_column_is_not_copied(file, numbers):
+    part = mapped(file)[:, 3:400:2]
     assert read_rows(part, file) is part
     assert read_rows(numbers, file) is numbers
 

@@ -105,6 +105,7 @@ def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible,
     several = tokens_of(divisible, processes, devices, environment, tmp_path / "together", preset=preset)
     assert several["tokens"] == alone["tokens"] and [len(t) for t in alone["tokens"]] == [40] * 3
     assert several["devices"] == total
+    assert alone["share_read"] == 1 and 1 / processes <= several["share_read"] < 1.1 / processes
     assert several["preemptions"] > 0, "no row was saved and restored"
     assert several["drafting"] == (preset == "meso"), "no launch drafted, or one that should not"
 
