@@ -117,7 +117,7 @@ def local_region(
     >>> local_region(("norm", "weight"), (8,), None)
     (slice(0, 8, None),)
     """
-    if model_devices(mesh) == 1:
+    if mesh is None or model_devices(mesh) == 1:
         return tuple(slice(0, size) for size in shape)
     sharding = NamedSharding(mesh, partition_spec(path, len(shape)))
     local = mesh.local_devices if devices is None else devices

@@ -159,7 +159,7 @@ def place(
         return jax.block_until_ready(jax.device_put(host))
     spec = partition_spec(path, host.ndim) if model_devices(mesh) > 1 else PartitionSpec()
 
-    def shard(index: tuple[slice, ...]) -> np.ndarray:
+    def shard(index: Any) -> np.ndarray:
         bounds = [part.indices(size) for part, size in zip(index, shape, strict=True)]
         return host[tuple(slice(b[0] - r.start, b[1] - r.start) for b, r in zip(bounds, region, strict=True))]
 
