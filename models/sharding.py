@@ -110,7 +110,7 @@ def local_region(
 
     Args:
         path: the path of the array in `Params`.
-        shape: of the array.
+        shape: the shape of the array.
         mesh: over which it is divided; None for a device that has all of it.
         devices: some of the mesh's; None for those of this process.
 

@@ -152,7 +152,7 @@ def place(
         host: the numbers of a part of the array that has all that this process's devices need.
         path: its path in Params.
         mesh: over which it is divided; None for the default device.
-        shape: of the array.
+        shape: the shape of the array.
         region: the part, as one slice per axis.
     """
     if mesh is None:

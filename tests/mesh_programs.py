@@ -123,15 +123,15 @@ def misplaced(model: models.Model) -> list[str]:
     if model.mesh is None:
         return []
     devices = list(model.mesh.devices.flat)
-    some = devices[len(devices) // 2 - 1 : len(devices) // 2 + 1]
+    middle = devices[len(devices) // 2 - 1 : len(devices) // 2 + 1]
     wrong = []
     for keys, x in jax.tree_util.tree_leaves_with_path(model.params):
         path = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in keys)
         held = np.zeros(x.shape, bool)
         for shard in x.addressable_shards:
-            if shard.device in some:
+            if shard.device in middle:
                 held[shard.index] = True
-        region = local_region(path, x.shape, model.mesh, some)
+        region = local_region(path, x.shape, model.mesh, middle)
         if not held[region].all() or held.sum() != held[region].size:
             wrong.append(jax.tree_util.keystr(keys))
     return wrong

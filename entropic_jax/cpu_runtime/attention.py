@@ -12,7 +12,7 @@ import numpy as np
 
 from .attention_scores import NARROW_SUMS, padded
 from .control_flow import loop
-from .head_batches import Prefetcher, batch_number, batch_sizes, for_batches, number_of_batches
+from .head_batches import HeadBatches, Prefetcher, batch_sizes
 from .instructions import (
     FLOAT,
     ITEMSIZE,
@@ -151,7 +151,8 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool
         weights, data, out, heads, begin, end, next_tile = values
 
         steps_per_batch = WORD(-(-page_size // ROWS_AT_ONCE))
-        steps = builder.mul(number_of_batches(builder, heads, sizes), steps_per_batch)
+        batches = HeadBatches(builder, sizes)
+        steps = builder.mul(batches.count(heads), steps_per_batch)
         prefetcher = Prefetcher(builder, page_size * head_dim * ITEMSIZE[dtype], steps)
 
         def batch(h, size):
@@ -160,7 +161,7 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool
                 columns(h, size, range(first, min(first + at_once, parts)))
 
         def columns(h, size, chosen):
-            first_step = builder.mul(batch_number(builder, h, sizes), steps_per_batch)
+            first_step = builder.mul(batches.number(h), steps_per_batch)
             base = builder.mul(h, WORD(head_dim))
             places = [builder.add(base, WORD((g * parts + j) * LANES)) for g in range(size) for j in chosen]
             start = [load(builder, out, place) for place in places]
@@ -189,6 +190,6 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool
             for place, x in zip(places, sums, strict=True):
                 store(builder, x, out, place)
 
-        for_batches(builder, WORD(0), heads, sizes, batch)
+        batches.emit(WORD(0), heads, batch)
 
     return intrinsic_of(7, emit)

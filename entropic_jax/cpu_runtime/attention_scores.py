@@ -10,14 +10,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from .control_flow import loop
-from .head_batches import (
-    Prefetcher,
-    batch_number,
-    batch_sizes,
-    for_batches,
-    for_first_batch,
-    number_of_batches,
-)
+from .head_batches import HeadBatches, Prefetcher, batch_sizes
 from .instructions import (
     ITEMSIZE,
     LANES,
@@ -64,22 +57,18 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) ->
         wide: whether registers are those of AVX-512. If not, a batch of heads is multiplied by some of the
             vectors of a block of keys at a time, so that its sums stay in registers.
     """
-    sizes = batch_sizes(HEADS, group)
 
     def emit(builder, values):
         keys, query, out, block, heads, begin, end, next_tile = values
-        steps = builder.mul(number_of_batches(builder, heads, sizes), WORD(head_dim // LANES))
+        batches = HeadBatches(builder, batch_sizes(HEADS, group))
+        steps = builder.mul(batches.count(heads), WORD(head_dim // LANES))
         prefetcher = Prefetcher(builder, LANES * head_dim * ITEMSIZE[dtype], steps)
         addresses = _Addresses(keys, query, out, block, next_tile)
-        code = _Scores(builder, addresses, prefetcher, head_dim, page_size, dtype, wide, sizes)
+        code = _Scores(builder, addresses, batches, prefetcher, head_dim, page_size, dtype, wide)
 
         def block_of_keys(t, _):
-            first = for_first_batch(
-                builder, heads, sizes, lambda h, size: code.batch(t, h, size, code.fours_of_page)
-            )
-            for_batches(
-                builder, first, heads, sizes, lambda h, size: code.batch(t, h, size, code.fours_of_block)
-            )
+            first = batches.emit_first(heads, lambda h, size: code.batch(t, h, size, code.fours_of_page))
+            batches.emit(first, heads, lambda h, size: code.batch(t, h, size, code.fours_of_block))
             return []
 
         loop(builder, builder.and_(begin, WORD(-LANES)), end, LANES, [], block_of_keys)
@@ -103,12 +92,12 @@ class _Scores:
 
     builder: Any
     addresses: _Addresses
+    batches: HeadBatches
     prefetcher: Prefetcher
     head_dim: int
     page_size: int
     dtype: str
     wide: bool
-    sizes: list[int]
 
     def batch(self, t: Any, h: Any, size: int, fours_of: Callable) -> None:
         """Store the scores of `size` heads from `h` and the block of keys from `t`."""
@@ -133,7 +122,7 @@ class _Scores:
     def prefetch_step(self, t: Any, h: Any, part: Any) -> None:
         """Prefetch the share of a batch of heads and a part of the keys, in the next tile's block."""
         builder = self.builder
-        number = builder.mul(batch_number(builder, h, self.sizes), WORD(self.head_dim // LANES))
+        number = builder.mul(self.batches.number(h), WORD(self.head_dim // LANES))
         next_block = builder.mul(t, WORD(self.head_dim * ITEMSIZE[self.dtype]))
         step = builder.add(number, builder.udiv(part, WORD(LANES)))
         self.prefetcher.take_step(builder.add(self.addresses.next_tile, next_block), step)

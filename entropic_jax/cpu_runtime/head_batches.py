@@ -20,34 +20,50 @@ def batch_sizes(largest: int, group: int) -> list[int]:
     return sizes[: last + 1]
 
 
-def for_batches(builder: Any, first: Any, heads: Any, sizes: list[int], body: Callable) -> None:
-    """Emits `body(head, size)` for batches that cover the heads from `first` to before `heads`."""
-    for size in sizes:
-        end = builder.add(first, builder.and_(builder.sub(heads, first), WORD(-size)))
-        loop(builder, first, end, size, [], lambda h, _, size=size: body(h, size) or [])
-        first = end
+class HeadBatches:
+    """Emits code for batches of query heads.
 
+    Args:
+        builder: The builder of the function.
+        sizes: The sizes of batches, from `batch_sizes`.
+    """
 
-def for_first_batch(builder: Any, heads: Any, sizes: list[int], body: Callable) -> Any:
-    """Emits `body(0, size)` for the largest batch that there are heads for; returns its size, or 0."""
-    first = WORD(0)
-    for size in sizes:
-        fits = builder.and_(
-            builder.icmp_signed("==", first, WORD(0)), builder.icmp_signed(">=", heads, WORD(size))
-        )
-        with builder.if_then(fits):
-            body(WORD(0), size)
-        first = builder.select(fits, WORD(size), first)
-    return first
+    def __init__(self, builder: Any, sizes: list[int]) -> None:
+        self.builder, self.sizes = builder, sizes
 
+    def emit(self, first: Any, heads: Any, body: Callable) -> None:
+        """Emit loops over the batches that cover some heads.
 
-def number_of_batches(builder: Any, heads: Any, sizes: list[int]) -> Any:
-    """How many batches cover the heads, if all but the last are of the first size."""
-    return batch_number(builder, builder.add(heads, WORD(sizes[0] - 1)), sizes)
+        Args:
+            first: The first head.
+            heads: The head behind the last.
+            body: `body(head, size)` emits what is done for a batch.
+        """
+        builder = self.builder
+        for size in self.sizes:
+            end = builder.add(first, builder.and_(builder.sub(heads, first), WORD(-size)))
+            loop(builder, first, end, size, [], lambda h, _, size=size: body(h, size) or [])
+            first = end
 
+    def emit_first(self, heads: Any, body: Callable) -> Any:
+        """Emit `body(0, size)` for the largest batch that there are heads for; the size, or 0 if none fits."""
+        builder, first = self.builder, WORD(0)
+        for size in self.sizes:
+            fits = builder.and_(
+                builder.icmp_signed("==", first, WORD(0)), builder.icmp_signed(">=", heads, WORD(size))
+            )
+            with builder.if_then(fits):
+                body(WORD(0), size)
+            first = builder.select(fits, WORD(size), first)
+        return first
 
-def batch_number(builder: Any, head: Any, sizes: list[int]) -> Any:
-    return builder.udiv(head, WORD(sizes[0]))
+    def count(self, heads: Any) -> Any:
+        """How many batches cover the heads, if all but the last are of the first size."""
+        return self.number(self.builder.add(heads, WORD(self.sizes[0] - 1)))
+
+    def number(self, head: Any) -> Any:
+        """The number of the batch of a head, if those before it are of the first size."""
+        return self.builder.udiv(head, WORD(self.sizes[0]))
 
 
 class Prefetcher:

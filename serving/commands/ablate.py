@@ -20,6 +20,9 @@ from . import model_options
 from .text_input import read_text
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from entropic_jax.analysis.studies import Workload
 
 PRESETS = tuple(name for name, scales in SCALES.items() if DRAFTS not in scales)  # of one token a step
@@ -95,7 +98,8 @@ def run(options: argparse.Namespace) -> int:
         "load": tables.load,
     }
     for study, rows in results.items():
-        console.print(_drawn(grids[study](rows)))
+        for table in _tables(grids[study](rows), console):
+            console.print(table)
     console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
     return 0
 
@@ -125,17 +129,30 @@ def _cells(
         yield "speed", f"{length} tokens", make
 
 
-def _drawn(grid: tuple[str, list[str], list[list[str]]]) -> Any:
+def _tables(grid: tuple[str, list[str], list[list[str]]], console: "Console") -> "list[Table]":
+    """A grid as tables that fit the terminal: each has the first two columns, and some of the others."""
     from rich import box
+    from rich.measure import Measurement
     from rich.table import Table
 
     title, head, lines = grid
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
-    for number, name in enumerate(head):
-        table.add_column(name, overflow="fold", justify="left" if number < 2 else "right")
-    for line in lines:
-        table.add_row(*line)
-    return table
+
+    def drawn(columns: list[int], title: str | None) -> Table:
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, header_style="bold")
+        for number in [0, 1, *columns]:
+            table.add_column(head[number], overflow="fold", justify="left" if number < 2 else "right")
+        for line in lines:
+            table.add_row(*(line[number] for number in [0, 1, *columns]))
+        return table
+
+    unlimited = console.options.update(width=10**6)
+    parts: list[list[int]] = [[]]
+    for number in range(2, len(head)):
+        table = drawn([*parts[-1], number], None)
+        if parts[-1] and Measurement.get(console, unlimited, table).maximum > console.width:
+            parts.append([])
+        parts[-1].append(number)
+    return [drawn(parts[0], title), *(drawn(columns, None) for columns in parts[1:])]
 
 
 def _workload(options: argparse.Namespace) -> "Workload":

@@ -61,10 +61,10 @@ def test_a_region_holds_what_the_array_holds_there(name, dtype, read_by, tmp_pat
     model = dataclasses.replace(model, params=params)  # biases are not zero
     models.save(model, tmp_path, dtype=dtype)
     everything = read_by(tmp_path, lambda path, shape, mesh: tuple(slice(0, n) for n in shape), "float32")
-    some = read_by(tmp_path, middle, "float32")
-    assert some.keys() == everything.keys()
+    halves = read_by(tmp_path, middle, "float32")
+    assert halves.keys() == everything.keys()
     divided = 0
-    for path, (host, region) in some.items():
+    for path, (host, region) in halves.items():
         np.testing.assert_array_equal(host, everything[path][0][region], err_msg=str(path))
         divided += host.size < everything[path][0].size
     assert divided >= 7 * CONFIGS[name].num_hidden_layers + 2 - ("fused" in name)

@@ -1,5 +1,6 @@
 """`entropic ablate` on a model with random weights."""
 
+import io
 import json
 
 import pytest
@@ -37,6 +38,21 @@ def test_presets_are_compared(entropic, directory, text):
 
     status, out, err = entropic("ablate", *arguments, "--studies", "quality")
     assert status == 0 and "Quality under teacher forcing" in out and "Free generation" not in out
+
+
+def test_a_narrow_terminal_gets_several_tables():
+    from rich.console import Console
+
+    from entropic_jax.serving.commands.ablate import _tables
+
+    head, line = ["context", "preset", *(f"column {i}" for i in range(6))], ["512", "full", *"123456"]
+    for width, number in ((200, 1), (60, 2), (10, 6)):
+        console = Console(width=width, file=io.StringIO())
+        tables = _tables(("Title", head, [line]), console)
+        shown = [[column.header for column in table.columns] for table in tables]
+        assert len(tables) == number and [name for names in shown for name in names[2:]] == head[2:]
+        assert all(names[:2] == head[:2] for names in shown)
+        assert [table.title for table in tables] == ["Title"] + [None] * (number - 1)
 
 
 @pytest.mark.parametrize(
