@@ -46,7 +46,7 @@ class HeadBatches:
             first = end
 
     def emit_first(self, heads: Any, body: Callable) -> Any:
-        """Emit `body(0, size)` for the largest batch that there are heads for; the size, or 0 if none fits."""
+        """Emit `body(0, size)` for the largest batch that fits; its size, or 0 if none does."""
         builder, first = self.builder, WORD(0)
         for size in self.sizes:
             fits = builder.and_(
