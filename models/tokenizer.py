@@ -22,6 +22,8 @@ LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 MARK = "\ufdd0"  # no character: stands between the characters of a special token that is plain text
 
 
+# Fields of tokenizer_config.json that name a token for chat templates.
+SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 SURROUNDING = ("add_bos_token", "add_eos_token")
 
 
@@ -228,7 +230,7 @@ class Tokenizer:
         """
         if self.chat_template is None:
             raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")
-        named = {"bos_token": self.bos_token or "", "eos_token": self.eos_token or ""}
+        named = {name: token for name in SPECIAL_TOKENS if (token := self._named(name)) is not None}
         stated = {
             "messages": [dict(self.escape(m)) for m in messages],
             "add_generation_prompt": add_generation_prompt,
@@ -249,7 +251,7 @@ def is_unicode(text: str) -> bool:
 
 def check_settings(settings: Mapping[str, Any]) -> None:
     """Raises ModelError unless the fields of tokenizer_config.json that are used have the right types."""
-    for name in ("bos_token", "eos_token"):
+    for name in SPECIAL_TOKENS:
         value = settings.get(name)
         text = value.get("content") if isinstance(value, Mapping) else value
         if value is not None and not (isinstance(text, str) and is_unicode(text)):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from entropic_jax.parameter_tables.table import ParameterError, check_unicode, short
+
 from ..offline.generation import Generator
 from ..options.sampling_options import OPTIONS
 from ..request import Request, RequestError
@@ -31,7 +33,7 @@ def read_records(text: str) -> list[Record]:
 def _parse(line: str, number: int) -> dict[str, Any]:
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(
             f"line {number} must be a JSON object; got {line.strip()[:60]} ({error})"
         ) from None
@@ -42,6 +44,10 @@ def _parse(line: str, number: int) -> dict[str, Any]:
     unknown = [key for key in values if key not in KEYS]
     if unknown:
         raise RequestError(f"line {number} must only have the keys {', '.join(KEYS)}; got {unknown[0]!r}")
+    try:
+        json.dumps(values.get("id"), allow_nan=False)
+    except (ValueError, RecursionError):
+        raise RequestError(f"line {number}: id must be finite JSON; got {short(values['id'])}") from None
     return values
 
 
@@ -60,24 +66,31 @@ def requests_of(
     """
     for index, (line, values) in enumerate(records):
         fields = {**generator.defaults, **overrides, "seed": (overrides["seed"] + index) % 2**31}
-        fields |= {name: value for name, value in values.items() if name in FIELDS}
+        fields |= {name: value for name, value in values.items() if name in FIELDS and value is not None}
         try:
             if "messages" in values or chat:
                 messages = values.get("messages", [{"role": "user", "content": values.get("prompt")}])
                 fields["prompt"] = generator.chat(_checked(messages))
             yield Request(**fields)
-        except RequestError as error:
+        except ParameterError as error:
             raise RequestError(f"line {line}: {error}") from None
 
 
 def _checked(messages: Any) -> list[dict[str, str]]:
-    if isinstance(messages, list) and all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in messages
+    if (
+        isinstance(messages, list)
+        and messages
+        and all(
+            isinstance(message, dict)
+            and all(isinstance(message.get(key), str) for key in ("role", "content"))
+            for message in messages
+        )
     ):
+        for index, message in enumerate(messages):
+            check_unicode(f"messages[{index}].content", message["content"])
         return messages
     raise RequestError(
-        f"messages must be a list of objects with `role` and `content`; got {json.dumps(messages)[:60]}"
+        f"messages must be a list of one or more objects with `role` and `content`; got {short(messages)}"
     )
 
 

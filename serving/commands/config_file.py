@@ -72,15 +72,24 @@ def read(path: str) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
         content = Path(path).read_text("utf-8")
         texts, values = yaml.load(content, yaml.BaseLoader), yaml.safe_load(content)
+        keys = (
+            [key.value for key, _ in getattr(yaml.compose(content), "value", ())]
+            if isinstance(texts, dict)
+            else []
+        )
     except OSError as error:
         raise RequestError(f"{FLAG} must be a readable file; got {path} ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise RequestError(f"{FLAG} must be a YAML file; got {path} ({reason[:300]})") from None
     if not content.strip() or texts is None:
         return {}, {}
     if not isinstance(texts, dict):
         raise RequestError(f"{FLAG} must be a YAML file of flags and their values; got {path}")
+    if repeated := [key for key in texts if keys.count(key) > 1]:
+        raise RequestError(
+            f"{FLAG} {path} must state {repeated[0]} once; got it {keys.count(repeated[0])} times"
+        )
     if len(values) != len(texts):  # keys that differ as texts only
         return texts, texts
     return texts, dict(zip(texts, values.values(), strict=True))
@@ -105,7 +114,7 @@ def _converted(action: argparse.Action, name: str, text: Any, value: Any) -> Any
         negated = isinstance(action, argparse.BooleanOptionalAction) and name.startswith("no-")
         return SWITCHES[text.lower()] is not negated
     if action.metavar == "JSON" and not isinstance(text, str):
-        return _of_type(action, json.dumps(value))
+        return _of_type(action, json.dumps(value, default=str))
     several = action.nargs in ("+", "*")
     if isinstance(text, dict) or (isinstance(text, list) and not several):
         raise ValueError(f"must be a single value; got {json.dumps(value, default=str)[:200]}")

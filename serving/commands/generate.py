@@ -10,6 +10,8 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from entropic_jax.parameter_tables.table import check_unicode
+
 from ..options import control_options, kv_cache, parallelism, sampling_options, speculation_options
 from ..options.model import EMBEDDED
 from ..request import Request, RequestError
@@ -78,6 +80,7 @@ def _single(options: argparse.Namespace, overrides: Mapping[str, Any], prompt: s
         number = options.data_parallel_size
         note = f"one of the {number} engines generates for one prompt; all of them for --batch-file"
         print(f"entropic generate: {note}", file=sys.stderr)
+    check_unicode("prompt", prompt)
     text = generator.chat([{"role": "user", "content": prompt}]) if options.chat else prompt
     fields: dict[str, Any] = {**generator.defaults, **overrides, "prompt": text}
     request = Request(**fields)

@@ -13,7 +13,7 @@ from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
-from ..options.option_types import ROWS, number, positive, string
+from ..options.option_types import ROWS, num_bytes, number, positive, string
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
@@ -196,7 +196,7 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--kv-cache-bytes",
         "--kv-cache-memory-bytes",
-        type=positive,
+        type=num_bytes,
         metavar="INT",
         help="size of the KV cache",
     )
@@ -302,7 +302,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         value = getattr(default, name)
         group.add_argument(
             f"--max-{name.replace('_', '-')}",
-            type=positive,
+            type=num_bytes if "bytes" in text else positive,
             default=value,
             metavar="INT",
             help=f"{text} (default: {value})",

@@ -222,7 +222,8 @@ class LLMEngine:
 
         def begin() -> None:
             self._sleep.begin(done)
-            for sequence in list(self._live.values()) if mode == "abort" else ():
+            running = list(self._live.values()) if mode == "abort" and not self._sleep.asleep else ()
+            for sequence in running:
                 self.scheduler.end(sequence, "abort")
 
         self._in_engine(begin).add_done_callback(lambda begun: _pass_failure(begun, done))

@@ -76,5 +76,7 @@ def string(length: int) -> Callable[[str], str]:
 
 positive = number(Number(int, 1, LARGEST_INT))
 """The conversion to an integer of at least 1."""
+num_bytes = number(Number(int, 1, 2**63 - 1))
+"""The conversion to a size in bytes."""
 ROWS = Number(int, 1, 4096)
 """Sequences that run at once: far more than a device serves well."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from entropic_jax.models import ModelError, Tokenizer
 from entropic_jax.models.chat_templates import check
-from entropic_jax.parameter_tables.table import short
+from entropic_jax.parameter_tables.table import check_unicode, short
 
 from . import RequestError
 
@@ -95,6 +95,8 @@ def template_message(message: Any, place: str) -> dict[str, Any]:
     if not isinstance(content, str | None):
         accepted = "a string or a list of parts"
         raise RequestError(f"{place}.content must be {accepted}; got {short(content)}", f"{place}.content")
+    for field, text in (("role", role), ("content", content or "")):
+        check_unicode(f"{place}.{field}", text)
     result = {**message, "content": content or ""}
     if (calls := message.get("tool_calls")) is not None:
         if not isinstance(calls, Sequence) or isinstance(calls, str):

@@ -138,6 +138,12 @@ def test_end_of_text():
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.vocabulary) == ("<s>", "</s>", 316)
 
 
+def test_special_tokens_reach_the_template():
+    settings = {"bos_token": "<s>", "pad_token": {"content": "<pad>"}, "unk_token": None}
+    template = "{{ bos_token }}{{ pad_token }}{{ unk_token is defined }}{{ mask_token is defined }}"
+    assert Tokenizer(byte_level(), settings, template).chat([]) == "<s><pad>FalseFalse"
+
+
 def test_unknown_token_is_named():
     with pytest.raises(ModelError, match=r"token must be one of the 316 in tokenizer\.json; got '<nope>'"):
         TOKENIZERS["byte level"].token_id("<nope>")

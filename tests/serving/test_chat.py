@@ -8,6 +8,7 @@ from entropic_jax.serving.request.chat_template import DEFAULT_TEMPLATE
 from .live import refused
 from .scripted_engine import SCRIPT
 from .test_completions import joined, stream
+from .test_tools import TOOLS
 
 HELLO = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
 PATH = "/v1/chat/completions"
@@ -136,10 +137,14 @@ def test_there_and_back(live):
     ] == [1]
 
 
-def test_tokens_of_a_conversation(live):
-    tokenized = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO}).json()
-    chat(live)
+@pytest.mark.parametrize("extra", [{}, {"tools": TOOLS}, {"documents": [{"text": "Rome is in Italy."}]}])
+def test_tokens_of_a_conversation(live, monkeypatch, extra):
+    template = "{{ bos_token }}{{ documents | tojson }}{{ messages | tojson }}{{ tools | tojson }}"
+    monkeypatch.setattr(live.model.tokenizer, "chat_template", template)
+    tokenized = httpx2.post(f"{live.url}/tokenize", json={"messages": HELLO, **extra}).json()
+    chat(live, **extra)
     assert tuple(tokenized["tokens"]) == live.engine.engine_requests[-1].request.prompt
+    assert ("Rome" in prompt(live)) == ("documents" in extra)
 
 
 def test_tokenizer_info(live):

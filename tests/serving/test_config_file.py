@@ -60,6 +60,12 @@ def test_flags_come_from_the_file_and_the_command_line_wins(tmp_path):
         ("port: 4\n--port: 5", "serve.yaml must state port once; got port and --port"),
         ("- port", "--config must be a YAML file of flags and their values; got"),
         ("port: [", "--config must be a YAML file; got"),
+        ("port: 4\nport: 5", "serve.yaml must state port once; got it 2 times"),
+        ("port: 2024-13-45", "--config must be a YAML file; got"),
+        ("port: 0b_", "--config must be a YAML file; got"),
+        (f"port: {'9' * 5000}", "--config must be a YAML file; got"),
+        (f"port: {'[' * 5000}", "--config must be a YAML file; got"),
+        ("speculative-config: {a: 2024-01-01}", "speculative-config must"),
     ],
 )
 def test_what_a_file_may_not_say(tmp_path, entropic, text, said):

@@ -181,11 +181,20 @@ def test_a_failed_request_does_not_stop_the_batch(script, entropic, tmp_path):
         ({"prompt": "a", "topp": 1}, "must only have the keys prompt, max_tokens"),
         ({"prompt": "a", "top_p": 2}, "top_p must be a number above 0 and at most 1; got 2"),
         ({"prompt": 3}, "prompt must be a string or a list of token ids; got 3"),
-        ({"messages": "hi"}, 'messages must be a list of objects with `role` and `content`; got "hi"'),
+        (
+            {"messages": "hi"},
+            "messages must be a list of one or more objects with `role` and `content`; got 'hi'",
+        ),
         (
             {"messages": [{"role": "user"}]},
-            'messages must be a list of objects with `role` and `content`; got [{"role"',
+            "messages must be a list of one or more objects with `role` and `content`; got [{'role'",
         ),
+        (
+            {"messages": []},
+            "messages must be a list of one or more objects with `role` and `content`; got []",
+        ),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages[0].content must be Unicode; got"),
+        ({"prompt": "x", "id": float("nan")}, "line 2: id must be finite JSON; got nan"),
     ],
 )
 def test_a_wrong_line_is_named_before_anything_runs(script, entropic, tmp_path, line, said):

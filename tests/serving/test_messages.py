@@ -6,6 +6,7 @@ import httpx2
 import pytest
 
 from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.protocol.tools import shown_tools
 from entropic_jax.serving.http.routes.blocks import Blocks
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.tools.calling import ToolCalling
@@ -148,7 +149,7 @@ def test_choices_of_tools_are_chat_s(live, choice, expected):
     stated = seen[0].tool_choice
     assert (getattr(stated, "function", None).name if choice["type"] == "tool" else stated) == expected[0]
     assert seen[0].parallel_tool_calls is expected[1]
-    assert seen[0].shown_tools()[0]["function"]["parameters"] == SCHEMA
+    assert shown_tools(seen[0].tools)[0]["function"]["parameters"] == SCHEMA
 
 
 CONVERSATION = [

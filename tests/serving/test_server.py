@@ -288,6 +288,33 @@ def test_other_sites_only_where_allowed(other, live):
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
 
 
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, 200),
+        ({"Origin": "https://proxy.example", "X-Forwarded-Host": "proxy.example"}, 200),
+    ],
+)
+def test_pages_of_other_sites_change_nothing(live, headers, status):
+    body = {"prompt": "x", "max_tokens": 1}
+    assert httpx2.post(live.url + PATH, json=body, headers=headers).status_code == status
+    assert httpx2.get(f"{live.url}/v1/models", headers=headers).status_code == 200
+    same_site = {"Origin": live.url}
+    assert httpx2.post(live.url + PATH, json=body, headers=same_site).status_code == 200
+
+
+def test_a_key_is_enough_for_pages_of_other_sites(other):
+    headers = {"Authorization": "Bearer secret-1", "Origin": "https://b.example"}
+    assert (
+        httpx2.post(other.url + PATH, json={"prompt": "x", "max_tokens": 1}, headers=headers).status_code
+        == 200
+    )
+
+
 def test_draining_finishes_what_was_begun(other):
     other.engine.pace = 0.05
     key = {"Authorization": "Bearer secret-1"}

@@ -76,6 +76,14 @@ def test_running_requests_end_or_are_waited_for(running):
     assert [*late][-1].finish_reason == "length"
 
 
+def test_requests_that_wait_outlast_a_second_sleep(running):
+    running.sleep("abort").result(30)
+    waiting = running.submit(engine_request("waits", prompt(5)))
+    running.sleep("abort").result(30)
+    running.wake_up().result(30)
+    assert [*waiting][-1].finish_reason == "length"
+
+
 def test_a_sleep_that_is_interrupted_fails(running):
     deltas = iter(running.submit(engine_request("long", prompt(5), max_tokens=90)))
     next(deltas)
@@ -102,7 +110,8 @@ def test_routes(live, running, monkeypatch):
     assert httpx2.post(f"{live.url}/wake_up", timeout=30).json() == {"is_sleeping": False}
     for query, param in (("level=2", "level"), ("mode=keep", "mode")):
         assert refused(httpx2.post(f"{live.url}/sleep?{query}"), 400)["param"] == param
-    assert refused(httpx2.post(f"{live.url}/wake_up?tags=weights"), 400)["param"] == "tags"
+    for name in ("sleep", "wake_up"):
+        assert refused(httpx2.post(f"{live.url}/{name}?tags=weights"), 400)["param"] == "tags"
 
 
 def test_an_engine_that_cannot(live):

@@ -275,6 +275,17 @@ def test_a_text_that_is_cut_ends_by_length(tool_server):
     assert choice["finish_reason"] == "length"
 
 
+def test_a_call_that_a_stop_string_cuts_is_not_finished(tool_server):
+    scripted(tool_server, HERMES, calls(HERMES, *BOTH))
+    (choice,) = chat(tool_server, tools=TOOLS, stop=["}"])["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "}")
+    (call,) = choice["message"]["tool_calls"]
+    with pytest.raises(json.JSONDecodeError):
+        json.loads(call["function"]["arguments"])
+    (choice,) = chat(tool_server, tools=TOOLS, stop=["</tool_call>"])["choices"]  # after the first call
+    assert choice["finish_reason"] == "tool_calls" and len(choice["message"]["tool_calls"]) == 1
+
+
 def test_no_tool_choice_leaves_the_text_alone(tool_server):
     text = calls(HERMES, *BOTH)
     scripted(tool_server, HERMES, text)

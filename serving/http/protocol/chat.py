@@ -32,6 +32,9 @@ class Message(Body):
         return template_message(self.model_dump(exclude_none=True), "messages")
 
 
+Documents = Annotated[list[dict[str, Any]], Field(max_length=1024)]
+
+
 class ChatBody(SamplingBody):
     """A request to continue a conversation."""
 
@@ -48,6 +51,7 @@ class ChatBody(SamplingBody):
         None, description="go on with the last message; add_generation_prompt does not count then"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
+    documents: Documents | None = Field(None, description="texts to refer to, for the template")
 
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Self:
@@ -70,10 +74,6 @@ class ChatBody(SamplingBody):
     def calls_tools(self) -> bool:
         """Whether the answer may call tools."""
         return bool(self.tools) and self.tool_choice != "none"
-
-    def shown_tools(self) -> list[dict[str, Any]]:
-        """The tools as the client stated them."""
-        return [tool.model_dump(exclude_unset=True) for tool in self.tools or ()]
 
     @property
     def wants_logprobs(self) -> bool:

@@ -4,8 +4,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from .chat import Message
+from .chat import Documents, Message
 from .fields import Answer, Body, TokenId, conflict, unicode
+from .tools import Tools
 
 
 def either(body: Any) -> Any:
@@ -40,6 +41,8 @@ class TokenizeChatBody(Body):
     add_special_tokens: bool = False
     return_token_strs: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    documents: Documents | None = None
 
 
 class Tokenized(Answer):

@@ -45,6 +45,13 @@ class NamedTool(Body):
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+def shown_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
+    """The tools as the client stated them."""
+    return [tool.model_dump(exclude_unset=True) for tool in tools or ()]
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 

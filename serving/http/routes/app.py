@@ -75,6 +75,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
         "hosts": accepted_hosts(settings.host, settings.allowed_hosts),
         "limiter": None if limits.rate is None else RateLimiter(limits.rate),
         "on_limited": frontend.metrics.limited,
+        "origins": settings.allowed_origins,
     }
     app.add_middleware(Gate, **gate)
     return app

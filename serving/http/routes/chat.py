@@ -119,6 +119,7 @@ def _said(
 ) -> dict[str, Any]:
     """The fields of a choice or chunk, its text excepted."""
     calls = delta.finish_reason == "stop" and parser is not None and parser.num_calls > 0
+    calls = calls and not conversation.cuts_call(delta, parser)
     fields: dict[str, Any] = {"logprobs": None}
     if body.wants_logprobs and delta.tokens:
         name = logprobs.naming(frontend.model, body.return_tokens_as_token_ids)

@@ -8,6 +8,7 @@ from ...engine.interface import Delta, EngineRequest
 from ...request import RequestError
 from ..frontend import RETRY, Frontend, FrontendError
 from ..protocol.chat import ChatBody
+from ..protocol.tools import shown_tools
 from ..tools.parser import MessageParser, MessagePart
 from . import preparation
 from .generation import Choice
@@ -35,12 +36,14 @@ def limit_of(body: ChatBody) -> int | None:
 
 def prompt_of(frontend: Frontend, body: ChatBody) -> str:
     """The prompt that the chat template makes of a conversation. Raises RequestError."""
-    messages, tools = frontend.tool_calling.messages(body)
+    shown = shown_tools(body.tools) if body.calls_tools else None
+    messages, tools = frontend.tool_calling.messages(body.messages, shown)
     return frontend.model.chat(
         messages,
         continue_last=bool(body.continue_final_message),
         variables=body.chat_template_kwargs,
         tools=tools,
+        documents=body.documents,
         add_generation_prompt=body.add_generation_prompt is not False,
     )
 
@@ -80,6 +83,11 @@ def part_of(delta: Delta, parser: MessageParser | None) -> MessagePart:
         return part
     rest = parser.finish()
     return MessagePart(part.content + rest.content, part.reasoning + rest.reasoning, part.calls + rest.calls)
+
+
+def cuts_call(last: Delta, parser: MessageParser | None) -> bool:
+    """Whether a text ends within the arguments of a call, at a stop string, a stop token or `max_tokens`."""
+    return last.finish_reason is not None and parser is not None and parser.in_call
 
 
 def check_ended(delta: Delta) -> None:

@@ -9,6 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -26,6 +27,7 @@ OPEN = {"/", "/health", "/ready", "/metrics", "/version", "/openapi.json", "/fav
 QUIET = {"/health", "/ready", "/metrics", "/entropic/state"}  # polled, hence not logged
 
 
+SAFE = {"GET", "HEAD", "OPTIONS"}  # methods that change nothing
 BODY_SECONDS, BODY_RATE = 30.0, 16384  # that a body may take, and what it must bring a second from then on
 
 
@@ -41,6 +43,7 @@ class Gate:
         hosts: HostNames | None = None,
         limiter: RateLimiter | None = None,
         on_limited: Callable[[], None] = lambda: None,
+        origins: Sequence[str] = (),
     ) -> None:
         """Middleware before an application.
 
@@ -53,9 +56,10 @@ class Gate:
             limiter: The limiter of POST requests, for each API key, or for each address without keys; None is
                 no limit.
             on_limited: Called for each request above the limit.
+            origins: Other sites whose pages may send requests; "*" is any.
         """
         self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts
-        self.limiter, self.on_limited = limiter, on_limited
+        self.limiter, self.on_limited, self.origins = limiter, on_limited, origins
         self.digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,6 +99,13 @@ class Gate:
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple | None:
         if self.hosts is not None and not self.hosts.accept(host := headers.get("host", "")):
             return 403, f"the header Host must be {self.hosts}; got {short(host)}", None
+        origin = headers.get("origin")
+        if origin is not None and method not in SAFE and not self._own_or_allowed(origin, headers):
+            return (
+                403,
+                f"the header Origin must be this server's or one that it allows; got {short(origin)}",
+                None,
+            )
         is_open = path in OPEN or path.startswith("/dashboard/") or method == "OPTIONS"
         if self.digests and not is_open and self._key(headers) is None:
             message = (
@@ -106,6 +117,18 @@ class Gate:
         if length.isdecimal() and int(length) > self.max_bytes:
             return 413, self._too_large(length), None, {"Connection": "close"}
         return None
+
+    def _own_or_allowed(self, origin: str, headers: dict[str, str]) -> bool:
+        """Whether the page that sends a request may: browsers send some requests without asking the server.
+
+        Where keys are needed, a page of another site has none.
+        """
+        if self.digests or "*" in self.origins or origin in self.origins:
+            return True
+        if site := headers.get("sec-fetch-site"):  # which proxies do not change
+            return site != "cross-site"
+        hosts = [headers.get(name, "").lower() for name in ("host", "x-forwarded-host")]
+        return urlsplit(origin).netloc.lower() in filter(None, hosts)
 
     def _above_limit(self, scope: Scope, path: str, headers: dict[str, str]) -> tuple | None:
         """The answer to a request above the rate limit; None for one within it."""

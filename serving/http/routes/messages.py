@@ -153,7 +153,7 @@ class _Message:
         reason, sequence = "end_turn", None
         if last.finish_reason == "length":
             reason = "max_tokens"
-        elif self.blocks.has_calls:
+        elif self.blocks.has_calls and not conversation.cuts_call(last, self.parser):
             reason = "tool_use"
         elif isinstance(last.stop_reason, str):
             reason, sequence = "stop_sequence", last.stop_reason
@@ -180,7 +180,7 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     try:
         arguments = json.loads(block.text)
-    except ValueError:  # max_tokens has cut the call
+    except ValueError:  # max_tokens or a stop string has cut the call
         arguments = {}
     return {"type": "tool_use", "id": block.call, "name": block.name, "input": arguments}
 

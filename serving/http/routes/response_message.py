@@ -55,15 +55,22 @@ class ResponseMessage:
         changes = self.blocks.push(conversation.part_of(delta, self.parser))
         if delta.finish_reason is not None:
             changes += self.blocks.close()
-        status = "incomplete" if delta.finish_reason == "length" else "completed"
+        status = self._status(delta)
         for change in changes:
             yield from self._events(change, status)
 
     def ended(self, last: Delta) -> dict[str, Any]:
         """The response after its last delta."""
         generation.finish(self.choices, [last])
-        answer = self.answer("incomplete" if last.finish_reason == "length" else "completed")
+        answer = self.answer(self._status(last))
+        if answer["incomplete_details"] and last.finish_reason != "length":
+            answer["incomplete_details"] = {"reason": "stop_sequence"}
         return answer | rendering.entropic(self.chat, last._replace(tokens=tuple(self.trace)))
+
+    def _status(self, last: Delta) -> str:
+        """Of the response and of its last item, after this delta."""
+        stopped_short = last.finish_reason == "length" or conversation.cuts_call(last, self.parser)
+        return "incomplete" if stopped_short else "completed"
 
     def answer(self, status: str) -> dict[str, Any]:
         """The response so far; the last item of one that is incomplete is so, too."""

@@ -66,6 +66,8 @@ def router(frontend: Frontend) -> APIRouter:
     )
     async def ready() -> Any:
         frontend.check_able()
+        if (failure := frontend.engine.failure()) is not None:
+            raise FrontendError(503, f"the engine has failed: {failure}")
         if not frontend.engine.ready():
             raise FrontendError(503, "the programs of the warm-up are being compiled", retry_after=5.0)
         return answered({"status": "ready"})

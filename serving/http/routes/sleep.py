@@ -28,10 +28,12 @@ def router(frontend: Frontend) -> APIRouter:
         responses=documented(400, 401, 409, 503),
     )
     async def sleep(
+        http: Request,
         level: Literal["1"] = Query("1", description="weights stay in host memory"),
         mode: Literal["abort", "wait"] = Query("abort", description="what happens to running requests"),
     ) -> Any:
         frontend.check_able()
+        _check_tags(http)
         await _done(lambda: engine.sleep(mode))
         return answered({"is_sleeping": engine.is_sleeping()})
 
@@ -42,8 +44,7 @@ def router(frontend: Frontend) -> APIRouter:
         responses=documented(400, 401, 409, 503),
     )
     async def wake_up(http: Request) -> Any:
-        if tags := http.query_params.getlist("tags"):
-            raise FrontendError(400, f"tags must be absent, all is woken up; got {', '.join(tags)}", "tags")
+        _check_tags(http)
         await _done(engine.wake_up)
         return answered({"is_sleeping": engine.is_sleeping()})
 
@@ -57,6 +58,12 @@ def router(frontend: Frontend) -> APIRouter:
         return answered({"is_sleeping": engine.is_sleeping()})
 
     return routes
+
+
+def _check_tags(http: Request) -> None:
+    """Refuse vLLM's `tags`, which name a part of the memory. Raises FrontendError."""
+    if tags := http.query_params.getlist("tags"):
+        raise FrontendError(400, f"tags must be absent, as there is one state; got {', '.join(tags)}", "tags")
 
 
 async def _done(begin: Callable[[], "Future[None]"]) -> None:

@@ -16,6 +16,7 @@ from ..protocol.tokens import (
     Tokenized,
     TokenizerInfo,
 )
+from ..protocol.tools import shown_tools
 from .errors import documented
 from .preparation import size_of
 from .rendering import answered
@@ -30,12 +31,7 @@ def router(frontend: Frontend) -> APIRouter:
         if isinstance(body, TokenizeBody):
             check_length("prompt", body.prompt)
             return model.encode(body.prompt, body.add_special_tokens)
-        text = model.chat(
-            [message.for_template() for message in body.messages],
-            continue_last=body.continue_final_message,
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt,
-        )
+        text = _conversation(frontend, body)
         check_length("messages", text)
         return model.encode(text, body.add_special_tokens, rendered=True)
 
@@ -99,3 +95,16 @@ def router(frontend: Frontend) -> APIRouter:
         return answered({**settings, "chat_template": tokenizer.chat_template})
 
     return routes
+
+
+def _conversation(frontend: Frontend, body: TokenizeChatBody) -> str:
+    """The prompt that the chat template makes of a conversation. Raises RequestError."""
+    messages, tools = frontend.tool_calling.messages(body.messages, shown_tools(body.tools) or None)
+    return frontend.model.chat(
+        messages,
+        tools=tools,
+        documents=body.documents,
+        continue_last=body.continue_final_message,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+    )

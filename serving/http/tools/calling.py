@@ -1,13 +1,13 @@
 """Tool calling of a served model: what a request's tools mean for its prompt, its grammar and its parser."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...request import RequestError
 from ..grammar import Constraint
-from ..protocol.chat import ChatBody
-from ..protocol.tools import NamedTool
+from ..protocol.chat import ChatBody, Message
+from ..protocol.tools import NamedTool, shown_tools
 from ..served_model import ServedModel
 from . import formats
 from .formats import END_OF_THOUGHT, THINK, CallFormat
@@ -46,7 +46,7 @@ class ToolCalling:
         """The field that allows or demands calls, and the grammar it stands for; None if there are none."""
         if not body.calls_tools:
             return None
-        functions = [tool["function"] for tool in body.shown_tools()]
+        functions = [tool["function"] for tool in shown_tools(body.tools)]
         choice = body.tool_choice
         if isinstance(choice, NamedTool):
             functions = [function for function in functions if function["name"] == choice.function.name]
@@ -85,10 +85,11 @@ class ToolCalling:
             return None
         return MessageParser(self.form if body.calls_tools else None, reasoning, self.special)
 
-    def messages(self, body: ChatBody) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
-        """The messages and the tools for the template, which may not know of tools."""
-        messages = [message.for_template() for message in body.messages]
-        tools = body.shown_tools() if body.calls_tools else None
+    def messages(
+        self, stated: Sequence[Message], tools: list[dict[str, Any]] | None
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
+        """The messages and the tools for the template, which may not know of tools. Raises RequestError."""
+        messages = [message.for_template() for message in stated]
         if self.template_shows_tools:
             return messages, tools
         messages = [_as_text(message) for message in messages]

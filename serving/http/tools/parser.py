@@ -54,6 +54,11 @@ class MessageParser:
         self._reasoning: list[str] = []
         self._calls: list[CallPart] = []
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the text so far ends within the arguments of a call."""
+        return self._state == ARGUMENTS
+
     def push(self, tokens: Iterable[Token]) -> MessagePart:
         """The text and the calls that the tokens add."""
         self._buffer += "".join(token.text or self._markers.get(token.id, "") for token in tokens)
