@@ -132,6 +132,15 @@ def test_site_builds_without_warnings_and_loads_nothing_from_elsewhere(tmp_path)
     assert [loaded.findall(page.read_text("utf-8")) for page in pages] == [[]] * len(pages)
 
 
+def test_the_usage_page_lists_every_temperature_law():
+    from entropic_jax.parameter_tables.control_gains import TEMPERATURE_LAWS
+
+    row = next(
+        line for line in (ROOT / "docs/usage.md").read_text().splitlines() if line.startswith("| `--law`")
+    )
+    assert set(re.findall(r"`(\w+)`", row)) == set(TEMPERATURE_LAWS)
+
+
 def test_every_option_is_on_its_page_as_the_command_line_has_it():
     sys.path.insert(0, str(ROOT / "docs"))
     try:

@@ -101,6 +101,7 @@ def run(options: argparse.Namespace) -> int:
         for table in _tables(grids[study](rows), console):
             console.print(table)
     console.print("±, intervals: 95 %, Student's t; *: p < 0.05, paired with off. Entropies in nats.")
+    console.print("÷ off: of the medians. Changes: means of the pairs' ratios, as logarithms.")
     return 0
 
 
