@@ -69,13 +69,13 @@ def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.
 
 def _write_in_order(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
     """One token after the other, so that a chunk leaves the bits that single tokens leave."""
-    n, size, bin_page = k.shape[1], layer.keys.shape[2], layer.keys.shape[0] - 1
+    n, size, bin_page = k.shape[1], jnp.int32(layer.keys.shape[2]), layer.keys.shape[0] - 1
     position = span.start[:, None] + jnp.arange(n)
-    index = jnp.minimum(position // size, table.shape[1] - 1)
+    index = jnp.minimum(jax.lax.div(position, size), table.shape[1] - 1)
     written = jnp.arange(n) < span.num_tokens[:, None]
     page = jnp.where(written, jnp.take_along_axis(table, index, 1), bin_page)
     flat = lambda x: x.reshape(-1, *x.shape[2:])
-    return _store(layer, flat(k), flat(v), flat(page), flat(position % size))
+    return _store(layer, flat(k), flat(v), flat(page), flat(jax.lax.rem(position, size)))
 
 
 def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.Array) -> Layer:

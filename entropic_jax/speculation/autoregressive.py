@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
@@ -30,6 +31,13 @@ from ..state.pytree import STATIC, pytree
 from .draft_length import DraftLength, correct
 from .drafter import ControlledModel, Draft
 from .verification import changed_fields
+
+
+def _interpolation(widths: tuple[int, ...], most: int) -> np.ndarray:
+    """The share of each width's cost in that of 1 … `most` tokens, float32 `[widths, most]`."""
+    tokens = np.arange(1, most + 1)
+    shares = [np.interp(tokens, widths, unit) for unit in np.eye(len(widths))]
+    return np.asarray(shares, np.float32)
 
 
 class DraftedToken(NamedTuple):
@@ -199,7 +207,7 @@ class AutoregressiveDrafter:
         mean = correct(jnp.asarray(self.mean_acceptance), mean_shift)
         number = jnp.arange(self.most_tokens + 1, dtype=jnp.float32)
         costs = self.law.pass_costs(positions)
-        verify = jnp.interp(number + 1, jnp.asarray(self.law.widths, jnp.float32), costs)
+        verify = (costs[:, None] * _interpolation(self.law.widths, self.most_tokens + 1)).sum(0)
         verify = jnp.where(number < self.law.widths[-1], verify, jnp.inf)
         step = self.step_costs[0] + self.step_costs[1] * positions
         rates = rows * jnp.cumsum(mean**number) / (number * step + verify)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
+NOT_NEGATIVE = {"wrap_negative_indices": False}
 
 
 class Shared(NamedTuple):
@@ -93,7 +94,12 @@ class RowSubset:
         self.rows = self.total if width is None else min(width, self.total)
         self.index: jax.Array | None = None  # int32 [width]; `total` where fewer rows are selected
         if self.rows < self.total:
-            self.index = jnp.nonzero(selected, size=self.rows, fill_value=self.total)[0]
+            # Each selected row writes its number to its place; `nonzero` would divide, in every use of it.
+            place = jnp.where(selected, jnp.cumsum(selected, dtype=jnp.int32) - 1, self.rows)
+            nothing = jnp.full(self.rows, self.total, jnp.int32)
+            self.index = nothing.at[place].set(
+                jnp.arange(self.total, dtype=jnp.int32), mode="drop", **NOT_NEGATIVE
+            )
 
     @classmethod
     def at(cls, index: jax.Array, total: int) -> "RowSubset":
@@ -109,7 +115,7 @@ class RowSubset:
         """
         if self.index is None:
             return tree
-        return map_rows(lambda x: x.at[self.index].get(mode="fill", fill_value=fill), tree)
+        return map_rows(lambda x: x.at[self.index].get(mode="fill", fill_value=fill, **NOT_NEGATIVE), tree)
 
     def scatter(self, new: T, old: Any) -> T:
         """`old`, arrays `[total, …]` or what broadcasts to them, with the subset's rows replaced by `new`."""
@@ -118,6 +124,6 @@ class RowSubset:
 
         def put(x: jax.Array, y: Any) -> jax.Array:
             y = jnp.broadcast_to(jnp.asarray(y, x.dtype), (self.total, *x.shape[1:]))
-            return y.at[self.index].set(x, mode="drop")
+            return y.at[self.index].set(x, mode="drop", **NOT_NEGATIVE)
 
         return map_rows(put, new, old)
