@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import ModelError
+from .config import ModelError, require_file
 from .template_worker import receive, send
 
 SECONDS = 5  # of processor time for a conversation
@@ -24,6 +24,36 @@ PATIENCE = 30.0  # seconds that it may take on a busy machine, or in a process t
 MEMORY = 1 << 30  # bytes of the process
 MOST_CHARACTERS = 1 << 24  # of a conversation as text
 SCRIPT = Path(__file__).with_name("template_worker.py")
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates that are chosen by themselves
+FILE, FOLDER, SUFFIX = "chat_template.jinja", "additional_chat_templates", ".jinja"
+
+
+def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a model directory by name, as in transformers 5. Raises ModelError.
+
+    FILE and the files in FOLDER take the place of all templates in the settings.
+
+    Args:
+        directory: the model directory.
+        settings: its tokenizer_config.json, as `tokenizer.check_settings` accepts it.
+    """
+    files = {DEFAULT: directory / FILE} if os.path.lexists(directory / FILE) else {}
+    if (directory / FOLDER).is_dir():
+        listed = sorted((directory / FOLDER).glob(f"*{SUFFIX}"))
+        files |= {path.name.removesuffix(SUFFIX): path for path in listed}
+    if files:
+        return {name: _text(path) for name, path in files.items()}
+    stated = settings.get("chat_template")
+    if isinstance(stated, list):
+        return {template["name"]: template["template"] for template in stated}
+    return {} if stated is None else {DEFAULT: stated}
+
+
+def _text(path: Path) -> str:
+    try:
+        return require_file(path).read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} must be UTF-8: {error}") from None
 
 
 class TemplateProcess:

@@ -12,6 +12,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from .chat_templates import DEFAULT
 from .config import ModelError, abbreviate, is_integer, is_number
 from .formats.gguf_files import GGUFFile
 from .tokenizer import Tokenizer
@@ -27,6 +28,7 @@ SPLITS = {  # by tokenizer.ggml.pre
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPACE = "▁"
 KEY = "tokenizer.ggml."
+TEMPLATE = "tokenizer.chat_template"  # the default; others follow as `tokenizer.chat_template.NAME`
 
 
 def gguf_tokenizer(path: Path) -> Tokenizer | None:
@@ -59,9 +61,14 @@ def gguf_tokenizer(path: Path) -> Tokenizer | None:
         "add_bos_token": bool(values.get(f"{KEY}add_bos_token", kind == "llama")) and begin is not None,
         "add_eos_token": bool(values.get(f"{KEY}add_eos_token", False)) and end is not None,
     }
-    template = values.get("tokenizer.chat_template")
-    settings = {"bos_token": begin, "eos_token": end, **added}
-    return Tokenizer(backend, settings, template if isinstance(template, str) else None)
+    tokenizer = Tokenizer(backend, {"bos_token": begin, "eos_token": end, **added})
+    templates = {
+        key.removeprefix(TEMPLATE).removeprefix(".") or DEFAULT: text
+        for key, text in values.items()
+        if (key == TEMPLATE or key.startswith(f"{TEMPLATE}.")) and isinstance(text, str)
+    }
+    tokenizer.set_templates(templates)
+    return tokenizer
 
 
 def byte_level(path: Path, values: Mapping[str, Any], tokens: list[str]) -> tokenizers.Tokenizer:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken
 
+from .chat_templates import read_templates
 from .config import LARGEST_SETTINGS, ModelError, read_json, require_file
 from .gguf_tokenizer import KEY, sentencepiece
 from .tokenizer import Tokenizer, check_settings, is_there
@@ -63,8 +64,9 @@ def sentencepiece_tokenizer(directory: Path) -> Tokenizer | None:
     stated = {name: tokens[i] for name, i in named.items() if 0 <= i < len(tokens)}
     added = {"add_bos_token": "bos_token" in stated, "add_eos_token": False}
     settings = {**stated, **added, **{name: value for name, value in settings.items() if value is not None}}
-    template = settings.get("chat_template")
-    return Tokenizer(backend, settings, template if isinstance(template, str) else None)
+    tokenizer = Tokenizer(backend, settings)
+    tokenizer.set_templates(read_templates(directory, settings))
+    return tokenizer
 
 
 def refuse_others(

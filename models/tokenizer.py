@@ -13,6 +13,7 @@ from tokenizers import normalizers
 from tokenizers.processors import TemplateProcessing
 
 from . import chat_templates
+from .chat_templates import DEFAULT, TOOL_USE
 from .config import LARGEST_SETTINGS, ModelError, abbreviate, read_json, require_file
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
@@ -35,7 +36,7 @@ class Tokenizer:
         settings: tokenizer_config.json. Its `add_bos_token` and `add_eos_token`, where they are true or
             false, overrule what the backend adds around a text. With `split_special_tokens`, a text holds no
             special tokens.
-        chat_template: in Jinja; None where the model has none.
+        chat_template: in Jinja; None where the model has none. `set_templates` gives it several.
         parse_special: whether special tokens in the text of a user are what they mean to the model; if not,
             they are plain text.
     """
@@ -48,7 +49,9 @@ class Tokenizer:
         parse_special: bool = True,
     ) -> None:
         self.parse_special = parse_special
-        self.backend, self.settings, self.chat_template = backend, dict(settings or {}), chat_template
+        self.backend, self.settings = backend, dict(settings or {})
+        self.chat_template = chat_template
+        self.named_templates: dict[str, str] = {}  # others than the default
         backend.no_padding()
         backend.no_truncation()
         backend.encode_special_tokens = bool(self.settings.get("split_special_tokens"))
@@ -91,27 +94,31 @@ class Tokenizer:
             raise
         except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
             raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
-        settings_file, template_file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        settings_file = directory / "tokenizer_config.json"
         settings = read_json(settings_file, LARGEST_SETTINGS) if is_there(settings_file) else {}
         try:
             check_settings(settings)
             settings = {name: value for name, value in settings.items() if name not in SURROUNDING}
-            template = settings.get("chat_template")
-            if isinstance(template, list):  # several, by name
-                template = {t["name"]: t["template"] for t in template}.get("default")
-            if is_there(template_file):
-                template = require_file(template_file).read_text("utf-8-sig")
-            return cls(backend, settings, template)
-        except UnicodeDecodeError as error:
-            raise ModelError(f"{template_file} must be UTF-8: {error}") from None
+            tokenizer = cls(backend, settings)
         except ModelError as error:
             raise ModelError(f"{settings_file}: {error}") from None
+        tokenizer.set_templates(chat_templates.read_templates(directory, settings))
+        return tokenizer
+
+    def set_templates(self, templates: Mapping[str, str]) -> None:
+        """Give it these chat templates, by name, in place of all that it has."""
+        self.chat_template = templates.get(DEFAULT)
+        self.named_templates = {name: text for name, text in templates.items() if name != DEFAULT}
 
     def save(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json, the chat template inside the latter."""
+        """Write tokenizer.json and tokenizer_config.json, the chat templates inside the latter."""
         self.backend.save(str(directory / "tokenizer.json"))
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings}
-        if self.chat_template is not None:
+        templates = {} if self.chat_template is None else {DEFAULT: self.chat_template}
+        if self.named_templates:
+            pairs = {**templates, **self.named_templates}.items()
+            settings["chat_template"] = [{"name": name, "template": text} for name, text in pairs]
+        elif templates:
             settings["chat_template"] = self.chat_template
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (directory / "tokenizer_config.json").write_text(text, "utf-8")
@@ -205,6 +212,11 @@ class Tokenizer:
         """A decoder that takes one token at a time."""
         return Detokenizer(self, skip_special)
 
+    def template_for(self, tools: Any) -> str | None:
+        """The chat template of conversations with such tools, or without any if they are None."""
+        named = None if tools is None else self.named_templates.get(TOOL_USE)
+        return self.chat_template if named is None else named
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -228,7 +240,8 @@ class Tokenizer:
         Raises:
             ModelError: there is no template, it rejects the messages, or it takes too long.
         """
-        if self.chat_template is None:
+        template = self.template_for(tools)
+        if template is None:
             raise ModelError("the model directory has no chat_template.jinja, which a conversation requires")
         named = {name: token for name in SPECIAL_TOKENS if (token := self._named(name)) is not None}
         stated = {
@@ -236,7 +249,7 @@ class Tokenizer:
             "add_generation_prompt": add_generation_prompt,
         }
         others = {"tools": tools, "documents": None, **variables}
-        return chat_templates.render(self.chat_template, {**named, **stated, **others})
+        return chat_templates.render(template, {**named, **stated, **others})
 
 
 def is_there(path: Path) -> bool:

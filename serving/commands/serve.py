@@ -239,7 +239,7 @@ def _default_preset(options: argparse.Namespace) -> str:
 def text_side_of(options: argparse.Namespace) -> TextSide:
     """The text side that parsed options describe. Raises RequestError."""
     return TextSide(
-        _template(options.chat_template),
+        _template(options.chat_template, options.model),
         generation_config.read(options.generation_config),
         generation_config.override(options.override_generation_config),
     )
@@ -350,14 +350,17 @@ def _adapter_folder(options: argparse.Namespace) -> str | None:
     return options.lora_dir
 
 
-def _template(template: str | None) -> str | None:
-    """The text of a chat template, from a file unless it contains braces. Raises RequestError."""
-    if template is not None and "{" not in template:
+def _template(template: str | None, model: Path) -> str | None:
+    """The text of a chat template, which may be stated by its name in the model. Raises RequestError."""
+    if template is None:
+        return None
+    from ..request.chat_template import check_template, named_template
+
+    if "{" not in template and (named := named_template(model, template)) is not None:
+        template = named
+    elif "{" not in template:
         from .text_input import read_text
 
         template = read_text(template, "--chat-template")
-    if template is not None:
-        from ..request.chat_template import check_template
-
-        check_template(template, "--chat-template")
+    check_template(template, "--chat-template")
     return template

@@ -49,7 +49,11 @@ def _model(group: argparse._ArgumentGroup) -> None:
     model_options.add_quantization(group)
     model_options.add_parse_special(group)
     group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
-    group.add_argument("--chat-template", metavar="FILE", help="Jinja template, a file or the text of one")
+    group.add_argument(
+        "--chat-template",
+        metavar="FILE",
+        help="Jinja template: the name of one of the model's, a file, or the text of one",
+    )
     group.add_argument(
         "--generation-config",
         default="auto",

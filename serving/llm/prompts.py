@@ -14,6 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 BYTES = bytes | bytearray | memoryview  # sequences of integers, which are not token ids
 PROMPTS = "a string, a list of token ids, a mapping with prompt or prompt_token_ids, or a list of these"
+OF_ALL = ("chat_template_kwargs", "chat_template_kwargs.tools", "tools")  # arguments for all items
 CONVERSATIONS = "a list of mappings with role and content, or a list of such lists"
 
 
@@ -96,9 +97,6 @@ def tokenize_conversation(
     if variables is not None and not (isinstance(variables, Mapping) and _all([*variables, ""], str)):
         message = f"chat_template_kwargs must be a mapping of names; got {short(variables)}"
         raise RequestError(message, "chat_template_kwargs")
-    tools = stated.get("tools")
-    if tools is not None and tools != [] and not _all(tools, Mapping):
-        raise RequestError(f"tools must be a list of mappings; got {short(tools)}", "tools")
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
     check_unicode("messages", text)
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))
@@ -116,7 +114,7 @@ def at(place: str, check: Callable[[Any], TokenizedPrompt], item: Any) -> Tokeni
     try:
         return check(item)
     except ParameterError as error:
-        if error.param in ("chat_template_kwargs", "tools"):  # of all items
+        if error.param in OF_ALL:
             raise
         raise RequestError(f"{place}: {error}", place) from None
 

@@ -4,11 +4,14 @@ The server, `LLM` and the command line share it, so that a conversation has the 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from entropic_jax.models import ModelError, Tokenizer
-from entropic_jax.models.chat_templates import check
+from entropic_jax.models.chat_templates import DEFAULT, check
+from entropic_jax.models.model import read_tokenizer
 from entropic_jax.parameter_tables.table import check_unicode, short
 
 from . import RequestError
@@ -34,9 +37,25 @@ def check_template(template: str, name: str) -> None:
         raise RequestError(str(error)) from None
 
 
+def named_template(model: Path, name: str) -> str | None:
+    """The chat template that a model directory has by this name; None without, or if it cannot be read."""
+    if not re.fullmatch(r"[\w-]+", name):
+        return None
+    try:
+        tokenizer = read_tokenizer(model)
+    except ModelError:  # loading the model says why
+        return None
+    if tokenizer is None:
+        return None
+    return tokenizer.chat_template if name == DEFAULT else tokenizer.named_templates.get(name)
+
+
 def set_template(tokenizer: Tokenizer, template: str | None = None) -> None:
-    """Give a tokenizer the template stated, else keep its own; without either, DEFAULT_TEMPLATE."""
-    tokenizer.chat_template = template or tokenizer.chat_template or DEFAULT_TEMPLATE
+    """Give a tokenizer the template stated, which replaces all of its own; without any, DEFAULT_TEMPLATE."""
+    if template:
+        tokenizer.set_templates({DEFAULT: template})
+    elif tokenizer.chat_template is None:
+        tokenizer.chat_template = DEFAULT_TEMPLATE
 
 
 def render(
@@ -68,11 +87,20 @@ def render(
     if continue_last:
         stated["add_generation_prompt"] = False
     messages = [template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    values = {**stated, **named}
+    check_tools(values.get("tools"), "chat_template_kwargs.tools" if "tools" in named else "tools")
     try:
-        text = tokenizer.chat(messages, **{**stated, **named})
+        text = tokenizer.chat(messages, **values)
     except ModelError as error:
         raise RequestError(str(error), "messages") from None
     return _up_to(text, str(tokenizer.escape(messages[-1].get("content", "")))) if continue_last else text
+
+
+def check_tools(tools: Any, name: str) -> None:
+    """Raise RequestError, which names the argument `name`, unless tools are None or a list of mappings."""
+    listed = isinstance(tools, Sequence) and not isinstance(tools, str | bytes | bytearray | memoryview)
+    if tools is not None and not (listed and all(isinstance(tool, Mapping) for tool in tools)):
+        raise RequestError(f"{name} must be a list of mappings; got {short(tools)}", name)
 
 
 def template_message(message: Any, place: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ class ToolCalling:
     def __init__(
         self, model: ServedModel, call_format: str | None = None, reasoning: str | None = None
     ) -> None:
-        """The formats that the model's chat template shows, unless others are stated.
+        """The formats that the model's chat template for tools shows, unless others are stated.
 
         Args:
             model: Its tokenizer and chat template.
@@ -28,13 +28,15 @@ class ToolCalling:
             reasoning: "think" or "none"; None detects it.
         """
         self.model = model
-        template = model.tokenizer.chat_template or ""
+        template = model.tokenizer.template_for([]) or ""
         self.form: CallFormat = (
             formats.detect(template) if call_format is None else formats.FORMATS[call_format]
         )
-        self.template_shows_tools = "tools" in template
+        templates = {template, model.tokenizer.template_for(None) or ""}
         self.thinks = (
-            THINK in template or END_OF_THOUGHT in template if reasoning is None else reasoning == "think"
+            any(THINK in text or END_OF_THOUGHT in text for text in templates)
+            if reasoning is None
+            else reasoning == "think"
         )
 
     @functools.cached_property
@@ -69,10 +71,12 @@ class ToolCalling:
         """Whether a text may begin with a thought; True if the prompt begins it, None if it may not."""
         if not self.thinks or body.constrains or body.continue_final_message:
             return None
+        tools = shown_tools(body.tools) if body.calls_tools else None
+        tools = tools if self.template_shows(tools) else None
         message = {"role": "user", "content": "x"}
         try:
             prompt = self.model.chat(
-                [message], variables=body.chat_template_kwargs, add_generation_prompt=True, tools=None
+                [message], variables=body.chat_template_kwargs, add_generation_prompt=True, tools=tools
             )
         except RequestError:  # the template wants other messages
             return False
@@ -85,12 +89,16 @@ class ToolCalling:
             return None
         return MessageParser(self.form if body.calls_tools else None, reasoning, self.special)
 
+    def template_shows(self, tools: list[dict[str, Any]] | None) -> bool:
+        """Whether the chat template that is chosen with such tools knows of tools."""
+        return "tools" in (self.model.tokenizer.template_for(tools) or "")
+
     def messages(
         self, stated: Sequence[Message], tools: list[dict[str, Any]] | None
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None]:
         """The messages and the tools for the template, which may not know of tools. Raises RequestError."""
         messages = [message.for_template() for message in stated]
-        if self.template_shows_tools:
+        if self.template_shows(tools):
             return messages, tools
         messages = [_as_text(message) for message in messages]
         if tools:
