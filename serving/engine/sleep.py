@@ -2,11 +2,14 @@
 
 import threading
 from concurrent.futures import Future
+from contextlib import nullcontext
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from entropic_jax.pallas.paged_attention import uninitialised
+
+from ..memory import gibibytes
 from ..request import RequestError
 from .scheduler import Scheduler
 
@@ -61,10 +64,12 @@ class Sleep:
         return False
 
     def wake_up(self) -> None:
-        """Allocate the pool again, and start the sequences that wait. Does nothing if it is awake."""
+        """Allocate the pool again, and start the sequences that wait. Does nothing if it is awake.
+
+        Raises RuntimeError, and stays asleep, where there is not enough memory.
+        """
         if self.asleep:
-            create = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
-            self._replace(jax.block_until_ready(jax.tree.map(create, self._pool)))
+            self._replace(_allocate(self._pool))
             self._asleep.clear()
         for done in self._waiting:
             done.set_exception(RequestError("the server was woken up before it slept"))
@@ -87,3 +92,20 @@ class Sleep:
         device_state = self.scheduler.device_state
         cache = device_state.state.cache._replace(layers=layers)
         self.scheduler.device_state = device_state._replace(state=device_state.state._replace(cache=cache))
+
+
+def _allocate(shapes: Any) -> Any:
+    """Arrays of such shapes and shardings, which take memory as they are first written to."""
+    leaves = jax.tree.leaves(shapes)
+    create = lambda: jax.tree.map(lambda leaf: uninitialised(leaf.shape, leaf.dtype), shapes)
+    mesh = getattr(leaves[0].sharding, "mesh", None)
+    divided = nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    try:
+        with divided:
+            program = jax.jit(create, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes))
+            return jax.block_until_ready(program())
+    except (RuntimeError, ValueError) as error:  # JAX raises either
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        size = gibibytes(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
+        raise RuntimeError(f"there is not enough memory for the KV cache of {size}") from error

@@ -4,13 +4,16 @@ import threading
 import time
 
 import httpx2
+import jax
+import jax.numpy as jnp
 import pytest
 
-from entropic_jax.serving.engine import start
+from entropic_jax.serving.engine import sleep, start
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.request import RequestError
 
 from .live import refused
+from .test_allocator import LINUX, resident
 from .test_engine import engine_request, nothing_is_left, prompt, run
 
 SERVER_SETTINGS = {"sleep_mode": True}
@@ -99,6 +102,45 @@ def test_an_engine_that_compiles_does_not_sleep(running, monkeypatch):
     monkeypatch.setattr(running.warmup, "ended", threading.Event())
     with pytest.raises(RequestError, match="must be ready before it sleeps"):
         running.sleep("abort")
+
+
+def shapes(numbers):
+    """A pool of this many float32 numbers in two arrays, as `Sleep` keeps it."""
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return [jax.ShapeDtypeStruct((numbers // 2,), jnp.float32, sharding=place) for _ in range(2)]
+
+
+@LINUX
+def test_a_pool_takes_memory_as_it_fills():
+    sleep._allocate(shapes(2**20))  # the kernel exists before anything is measured
+    before = resident()
+    arrays = sleep._allocate(shapes(2**27))
+    assert sum(array.nbytes for array in arrays) == 2**29 and resident() - before < 2**27
+
+
+@pytest.mark.parametrize("error", [RuntimeError, ValueError])
+def test_without_enough_memory_it_stays_asleep(live, running, error, monkeypatch):
+    for name in ("sleep", "wake_up", "is_sleeping"):
+        monkeypatch.setattr(live.engine, name, getattr(running, name))
+    expected = run(running, engine_request("before", prompt(5)))[0][0]
+    running.sleep("abort").result(30)
+
+    def exhausted(_):
+        raise error("RESOURCE_EXHAUSTED: Out of memory allocating 1073741824 bytes.")
+
+    with monkeypatch.context() as context:
+        context.setattr(sleep.jax, "block_until_ready", exhausted)
+        answer = httpx2.post(f"{live.url}/wake_up", timeout=30)
+    assert "there is not enough memory for the KV cache of" in refused(answer, 503)["message"]
+    assert running.is_sleeping() and running.failure() is None
+    waiting = running.submit(engine_request("waits", prompt(5)))
+    running.wake_up().result(30)
+    assert [token.id for delta in waiting for token in delta.tokens] == expected
+
+
+def test_what_does_not_exist_is_not_allocated():
+    with pytest.raises(RuntimeError, match=r"not enough memory for the KV cache of 3725290\.30 GiB"):
+        sleep._allocate(shapes(10**15))
 
 
 def test_routes(live, running, monkeypatch):
