@@ -12,7 +12,7 @@ import numpy as np
 
 from ..engine.interface import Grammar
 from ..request import RequestError
-from . import grammar_check
+from . import grammar_check, schema_check
 from .served_model import ServedModel
 
 CACHED_GRAMMARS = 64
@@ -164,7 +164,7 @@ class Grammars:
         return TextGrammar(matcher.deep_copy(), self.model.vocabulary, name, self._tokenizer, pausing)
 
     def _compile(self, name: str, grammar: str) -> Any:
-        """The matcher of a grammar that some token can begin."""
+        """The matcher of a grammar that some token can begin, and whose schemas admit a finite value."""
         if len(grammar) > self.max_characters:
             raise refused(
                 name, f"must have at most {self.max_characters} characters as a grammar; got {len(grammar)}"
@@ -175,6 +175,10 @@ class Grammars:
         if matcher.is_error():
             raise refused(name, f"must be a grammar that can be compiled: {error_of(matcher)}")
         TextGrammar(matcher.deep_copy(), self.model.vocabulary, name).mask()
+        if schema_check.without_end(grammar):
+            raise refused(
+                name, "must be a grammar that a text can satisfy: its schema admits no finite value"
+            )
         return matcher
 
 

@@ -14,7 +14,7 @@ HOPELESS = {
     "a rule that is itself": {"grammar": "start: start"},
     "an empty intersection": {"grammar": "start: A\nA: /a+/ & /b+/"},
 }
-BROKEN_LATER = {
+ENDLESS = {
     "a property that is itself": {
         "json": {
             "type": "object",
@@ -23,6 +23,13 @@ BROKEN_LATER = {
             "$defs": {"b": {"$ref": "#/$defs/b"}},
         }
     },
+    "an object within each": {
+        "json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    },
+    "an item within each": {"json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}},
+    "as text": {"json": '{"type": "array", "items": {"$ref": "#"}, "minItems": 1}'},
+}
+BROKEN_LATER = {
     "an empty intersection": {"grammar": 'start: "ab" A\nA: /a+/ & /b+/'},
     "too many ways to go on": {"grammar": 'start: "a" start'},
 }
@@ -39,6 +46,26 @@ def test_a_grammar_of_no_text_is_refused_before_it_starts(live, constraint):
         error = refused(httpx2.post(live.url + PATH, json=body(constraint, stream=stream), timeout=60), 400)
         assert NO_TEXT in error["message"] and error["param"].startswith("structured_outputs.")
     assert len(live.engine.engine_requests) == requests
+
+
+@pytest.mark.parametrize("constraint", ENDLESS.values(), ids=ENDLESS)
+def test_a_schema_without_a_finite_value_is_refused_before_it_starts(live, constraint):
+    requests = len(live.engine.engine_requests)
+    for stream in (False, True):
+        error = refused(httpx2.post(live.url + PATH, json=body(constraint, stream=stream), timeout=60), 400)
+        assert error["message"].endswith("can satisfy: its schema admits no finite value")
+        assert error["param"] == "structured_outputs.json"
+    assert len(live.engine.engine_requests) == requests
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_tool_without_finite_arguments_is_refused(live, choice):
+    schema = ENDLESS["an object within each"]["json"]
+    tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g")]
+    tools[1]["function"]["parameters"] = schema
+    request = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "tool_choice": choice}
+    error = refused(httpx2.post(f"{live.url}/v1/chat/completions", json=request, timeout=60), 400)
+    assert error["param"] == "tools" and "admits no finite value" in error["message"]
 
 
 @pytest.mark.parametrize("constraint", BROKEN_LATER.values(), ids=BROKEN_LATER)
