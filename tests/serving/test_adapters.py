@@ -66,7 +66,8 @@ def test_adapters_are_loaded_listed_chosen_and_unloaded(live, folder):
     assert refused(answer, 400)["message"].endswith("no adapter; got 'sql'")
     answer = post(live, "/score", model="sql", text_1="x", text_2="y", scoring="embedding")
     assert refused(answer, 400)["param"] == "model"
-    answer = post(live, "/v1/unload_lora_adapter", lora_name="sql")
+    answer = post(live, "/v1/unload_lora_adapter", lora_name="sql", lora_nme="x")
+    assert answer.headers["x-warning"] == "unknown field lora_nme: did you mean lora_name?"
     assert answer.text == "Success: LoRA adapter 'sql' was unloaded."
     assert "got 'sql'" in refused(post(live, "/v1/completions", model="sql", prompt="x"), 404)["message"]
     assert refused(post(live, "/v1/unload_lora_adapter", lora_name="sql"), 404)["param"] == "lora_name"

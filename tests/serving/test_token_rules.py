@@ -102,3 +102,26 @@ def test_fields_that_look_like_known_ones_are_warned_of(live, caplog, stream):
         "guided_regex": "a",
     }
     assert "x-warning" not in httpx2.post(live.url + PATH, json=plain).headers
+
+
+HELLO = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "close"),
+    [
+        ("/tokenize", {"prompt": "x", "add_special_token": False}, "add_special_tokens"),
+        ("/tokenize", {"messages": HELLO, "add_generation_promt": False}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [1], "modle": "m"}, "model"),
+        ("/v1/messages/count_tokens", {"model": "m", "messages": HELLO, "sytem": "x"}, "system"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_requests_without_an_engine_are_warned_of_as_well(live, path, body, close):
+    body = {**body, "model": live.frontend.model.names[0]} if "model" in body else body
+    answer = httpx2.post(live.url + path, json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-warning"].endswith(f"did you mean {close}?")
+    (misspelt,) = [name for name in body if name in answer.headers["x-warning"].split(":")[0]]
+    del body[misspelt]
+    assert "x-warning" not in httpx2.post(live.url + path, json=body).headers

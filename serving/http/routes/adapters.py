@@ -3,13 +3,14 @@
 import asyncio
 from pathlib import Path
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import PlainTextResponse, Response
 
 from ...options import lora
 from ...request import RequestError
 from ..frontend import RETRY, Frontend, FrontendError, refusals
 from ..protocol.adapters import LoadAdapterBody, UnloadAdapterBody
+from . import unknown_fields
 from .errors import documented
 
 
@@ -26,11 +27,12 @@ def router(frontend: Frontend) -> APIRouter:
         response_class=PlainTextResponse,
         responses=documented(400, 401, 503),
     )
-    async def load_lora_adapter(body: LoadAdapterBody) -> Response:
+    async def load_lora_adapter(body: LoadAdapterBody, http: Request) -> Response:
         frontend.check_able()
         async with one_at_a_time:
             await asyncio.to_thread(_load, frontend, folder, body)
-        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} was loaded.")
+        response = PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} was loaded.")
+        return await unknown_fields.warn(http, body, response)
 
     @routes.post(
         "/v1/unload_lora_adapter",
@@ -38,12 +40,13 @@ def router(frontend: Frontend) -> APIRouter:
         response_class=PlainTextResponse,
         responses=documented(400, 401, 404),
     )
-    async def unload_lora_adapter(body: UnloadAdapterBody) -> Response:
+    async def unload_lora_adapter(body: UnloadAdapterBody, http: Request) -> Response:
         try:
             frontend.engine.unload_adapter(body.lora_name)
         except RequestError as error:
             raise FrontendError(404, str(error), error.param) from None
-        return PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} was unloaded.")
+        response = PlainTextResponse(f"Success: LoRA adapter {body.lora_name!r} was unloaded.")
+        return await unknown_fields.warn(http, body, response)
 
     return routes
 

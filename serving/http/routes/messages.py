@@ -59,7 +59,7 @@ def router(frontend: Frontend) -> APIRouter:
             frontend.check_model(body.model)
             pool = frontend.pools.for_text(preparation.size_of(http))
             count = await frontend.run_in(pool, _count, frontend, body.chat())
-        return rendering.answered({"input_tokens": count})
+        return await unknown_fields.warn(http, body, rendering.answered({"input_tokens": count}))
 
     return routes
 

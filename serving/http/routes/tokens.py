@@ -17,6 +17,7 @@ from ..protocol.tokens import (
     TokenizerInfo,
 )
 from ..protocol.tools import shown_tools
+from . import unknown_fields
 from .errors import documented
 from .preparation import size_of
 from .rendering import answered
@@ -60,7 +61,8 @@ def router(frontend: Frontend) -> APIRouter:
     async def work(http: Request, function: Callable[[Any], Response], body: Any) -> Response:
         frontend.check_model(body.model)
         with refusals():
-            return await frontend.run_in(frontend.pools.for_text(size_of(http)), function, body)
+            response = await frontend.run_in(frontend.pools.for_text(size_of(http)), function, body)
+        return await unknown_fields.warn(http, body, response)
 
     @routes.post(
         "/tokenize",
