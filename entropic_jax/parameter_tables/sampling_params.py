@@ -52,8 +52,8 @@ INSTEAD = {
 class SamplingParams(Table):
     """How to continue a prompt. Every default is off, except `max_tokens` and `temperature`.
 
-    Raises ParameterError, a ValueError, which names the parameter, the accepted values and the value, and
-    TypeError for a parameter that there is not. `min_tokens` is at most `max_tokens`.
+    `min_tokens` is at most `max_tokens`. Raises ParameterError, a ValueError, which names the parameter, the
+    accepted values and the value. A parameter that does not exist is a TypeError, which suggests another.
 
     >>> SamplingParams(temperature=0.7, stop="END").stop
     ('END',)
@@ -142,8 +142,11 @@ class SamplingParams(Table):
         unit="tokens",
         scope=HOST,
     )
-    allowed_token_ids: Sequence[int] = parameter(
-        (), TokenIds(LARGEST_VOCABULARY), "sample from these tokens only; none allows all", scope=ENGINE
+    allowed_token_ids: Sequence[int] | None = parameter(
+        None,
+        TokenIds(LARGEST_VOCABULARY, optional=True),
+        "sample from these tokens only; null allows all",
+        scope=ENGINE,
     )
     bad_words: str | Sequence[str] = parameter(
         (), Strings(256, 256), "the text has none of these, matched as tokenized on their own", scope=ENGINE

@@ -19,6 +19,7 @@ import difflib
 import functools
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
@@ -161,7 +162,7 @@ class Strings(NamedTuple):
         strings = (value,) if isinstance(value, str) else value
         if (
             isinstance(strings, Sequence)
-            and len(strings) <= self.most
+            and _length(strings) <= self.most
             and all(isinstance(string, str) and 0 < len(string) <= self.length for string in strings)
         ):
             for string in strings:
@@ -171,24 +172,27 @@ class Strings(NamedTuple):
 
 
 class TokenIds(NamedTuple):
-    """A sequence of up to `most` token ids."""
+    """A sequence of up to `most` token ids. `optional` accepts None instead of an empty one."""
 
     most: int
+    optional: bool = False
 
     def __str__(self) -> str:
-        return f"a list of up to {self.most} token ids"
+        return f"a list of up to {self.most} token ids" + ", at least one, or null" * self.optional
 
     @property
     def interval(self) -> str:
         """How many."""
         return f"up to {self.most} token ids"
 
-    def check(self, name: str, value: Any) -> tuple[int, ...]:
+    def check(self, name: str, value: Any) -> tuple[int, ...] | None:
         """The token ids as a tuple. Raises ParameterError."""
+        if self.optional and value is None:
+            return None
         if (
             isinstance(value, Sequence)
             and not isinstance(value, str | bytes | bytearray)
-            and len(value) <= self.most
+            and self.optional <= _length(value) <= self.most
             and all(type(token) is int and 0 <= token <= LARGEST_INT for token in value)
         ):
             return tuple(value)
@@ -357,6 +361,14 @@ def _token_id(key: Any) -> int | None:
         return None
     token = int(key)
     return token if 0 <= token <= LARGEST_INT else None
+
+
+def _length(value: Sequence[Any]) -> int:
+    """The number of items, or the largest that Python states."""
+    try:
+        return len(value)
+    except OverflowError:  # of a range
+        return sys.maxsize
 
 
 def check_unicode(name: str, text: str) -> None:

@@ -109,4 +109,6 @@ def token_rules(engine_request: EngineRequest, tokenizer: Any, vocabulary: int) 
         return None
     forms = [form for word in request.bad_words for form in (word.lstrip(), f" {word.lstrip()}")]
     words = {tuple(tokenizer.encode(form, special=False)) for form in forms}
-    return TokenRules(vocabulary, request.allowed_token_ids, sorted(words - {()}), engine_request.grammar)
+    return TokenRules(
+        vocabulary, request.allowed_token_ids or (), sorted(words - {()}), engine_request.grammar
+    )

@@ -38,4 +38,4 @@ def check_parameters(parameters: Mapping[str, Any], vocabulary: int) -> None:
         vocabulary: the number of token ids of the model.
     """
     for name in PARAMETERS:
-        check_token_ids(name, parameters.get(name, ()), vocabulary)
+        check_token_ids(name, parameters.get(name) or (), vocabulary)

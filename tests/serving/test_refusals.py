@@ -77,6 +77,23 @@ def test_texts_are_no_token_ids(value):
         SamplingParams(allowed_token_ids=value)
 
 
+def test_an_empty_list_of_allowed_tokens_is_not_a_choice_of_all():
+    assert SamplingParams(allowed_token_ids=None).replace(seed=1).allowed_token_ids is None
+    assert SamplingParams(allowed_token_ids=[3]).replace(seed=1).allowed_token_ids == (3,)
+    assert Request.of("x", SamplingParams()).allowed_token_ids is None
+    for empty in ([], ()):
+        with pytest.raises(ParameterError, match="token ids, at least one, or null; got") as error:
+            SamplingParams(allowed_token_ids=empty)
+        assert error.value.param == "allowed_token_ids"
+    assert SamplingParams(stop_token_ids=[]).stop_token_ids == ()
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words", "stop_token_ids", "allowed_token_ids"])
+def test_ranges_without_a_length(name):
+    with pytest.raises(ParameterError, match=rf"^{name} must be a .*; got range\(0, 10{{30}}\)"):
+        SamplingParams(**{name: range(10**30)})
+
+
 LONE = "x\ud800"
 
 

@@ -78,9 +78,12 @@ def test_http_passes_them_on_and_refuses_what_cannot_be(live):
         ("use_beam_search", True),
         ("allowed_token_ids", [4096]),
         ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", []),
         ("bad_words", [""]),
     ):
         assert refused(httpx2.post(live.url + PATH, json={**body, name: value}), 400)["param"] == name
+    assert httpx2.post(live.url + PATH, json={**body, "allowed_token_ids": None}).status_code == 200
+    assert live.engine.engine_requests[-1].request.allowed_token_ids is None
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -45,7 +45,8 @@ def annotation(accepts: Any) -> Any:
         text = Annotated[str, Field(min_length=1, max_length=accepts.length)]
         return text | Annotated[list[text], Field(max_length=accepts.most)]
     if isinstance(accepts, TokenIds):
-        return Annotated[list[TokenId], Field(max_length=accepts.most)]
+        least = 1 if accepts.optional else None  # without a bound, the schema states none
+        return Annotated[list[TokenId], Field(min_length=least, max_length=accepts.most)]
     assert isinstance(accepts, TokenBiases)
     bias = Annotated[float, Field(ge=accepts.low, le=accepts.high)]
     token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
