@@ -36,10 +36,10 @@ CONFIG_KEYS = ("method", "model", "num_speculative_tokens")
 def is_draft_model(speculate: Any) -> bool:
     """Whether a value of `speculate` is the directory of a model that drafts.
 
-    >>> is_draft_model("suffix"), is_draft_model("/")
-    (False, True)
+    >>> is_draft_model("suffix"), is_draft_model("/"), is_draft_model("")
+    (False, True, False)
     """
-    if not isinstance(speculate, str | os.PathLike) or speculate in DRAFTERS:
+    if not isinstance(speculate, str | os.PathLike) or speculate in (*DRAFTERS, ""):
         return False
     return Path(speculate).is_dir()
 

@@ -101,7 +101,8 @@ class LLM:
             **options: any field of `EngineOptions` (`dtype`, `quantization`, `max_model_len`,
                 `max_num_seqs`, `kv_cache_dtype`, `kv_cache_bytes`, `enable_prefix_caching`, `method`,
                 `budgets` of the method, a mapping with `prefill_budget` and `cache_budget`,
-                `prefill_options`, …), or any gain of the controllers (`law`, `target_entropy`,
+                `prefill_options`, …; vLLM's name `kv_cache_memory_bytes` stands for `kv_cache_bytes`), or any
+                gain of the controllers (`law`, `target_entropy`,
                 `lowest_temperature`, …). With `coordinator_address`, `num_processes` and `process_id`, or
                 `distributed`, the model is divided over several processes that run the same script: the
                 constructor returns in process 0, and in the others runs the launches of process 0 until

@@ -26,6 +26,7 @@ ENGINE_NAMES = tuple(
 
 DIVIDING = ("mesh", "tensor_parallel_size", "expert_parallel_size")  # the model over several devices
 PROCESS_NAMES = processes.NAMES  # which processes the model is divided over
+ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}  # vLLM's names of engine options
 SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
 
 
@@ -34,13 +35,14 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
 
     Args:
         preset: a name of `ENGINE_PRESETS`; None chooses as `speculation_options.default_preset` says.
-        options: further keyword arguments of `LLM`: any of `ENGINE_NAMES` or `GAIN_NAMES`, or
+        options: further keyword arguments of `LLM`: any of `ENGINE_NAMES`, `GAIN_NAMES` or `ALIASES`, or
             `SPECULATIVE_CONFIG`; without `PROCESS_NAMES`.
 
     Raises:
         TypeError: for a name that is neither.
         ValueError: for an invalid value.
     """
+    options = _without_aliases(options)
     for name in options:
         if name not in (*ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
@@ -80,7 +82,26 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
     return control, checked
 
 
+def _without_aliases(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options under the names of `EngineOptions`. ParameterError for one that is stated by both names."""
+    for alias, name in ALIASES.items():
+        if options.get(alias) is not None and options.get(name) is not None:
+            message = f"{alias} must not be set together with {name}, which is the same; got {options[alias]}"
+            raise ParameterError(message, alias)
+    renamed = {name: options[alias] for alias, name in ALIASES.items() if options.get(alias) is not None}
+    return {name: value for name, value in options.items() if name not in ALIASES} | renamed
+
+
 def _suggestion(name: str) -> str:
-    known = ("model", "preset", "seed", *ENGINE_NAMES, *GAIN_NAMES, *PROCESS_NAMES, SPECULATIVE_CONFIG)
+    known = (
+        "model",
+        "preset",
+        "seed",
+        *ENGINE_NAMES,
+        *GAIN_NAMES,
+        *PROCESS_NAMES,
+        SPECULATIVE_CONFIG,
+        *ALIASES,
+    )
     close = difflib.get_close_matches(name, known, 1)
     return f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(known)}"

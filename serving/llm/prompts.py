@@ -14,7 +14,8 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 BYTES = bytes | bytearray | memoryview  # sequences of integers, which are not token ids
 PROMPTS = "a string, a list of token ids, a mapping with prompt or prompt_token_ids, or a list of these"
-OF_ALL = ("chat_template_kwargs", "chat_template_kwargs.tools", "tools")  # arguments for all items
+FLAGS = ("add_generation_prompt", "continue_final_message")
+OF_ALL = ("chat_template_kwargs", "chat_template_kwargs.tools", "tools", *FLAGS)  # arguments for all items
 CONVERSATIONS = "a list of mappings with role and content, or a list of such lists"
 
 
@@ -68,7 +69,9 @@ def tokenize(prompt: Prompt, encode: Callable[[str | Sequence[int]], tuple[int, 
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not prompt.keys() <= {"prompt", "prompt_token_ids"}:
             raise RequestError(f"the keys must be prompt or prompt_token_ids; got {list(prompt)}")
-        (prompt,) = prompt.values()
+        ((name, prompt),) = prompt.items()
+        if name == "prompt_token_ids" and isinstance(prompt, str):
+            raise RequestError(f"{name} must be a list of token ids; got {short(prompt)}")
     if isinstance(prompt, str):
         check_unicode("a prompt", prompt)
         return TokenizedPrompt(prompt, encode(prompt))
@@ -97,6 +100,9 @@ def tokenize_conversation(
     if variables is not None and not (isinstance(variables, Mapping) and _all([*variables, ""], str)):
         message = f"chat_template_kwargs must be a mapping of names; got {short(variables)}"
         raise RequestError(message, "chat_template_kwargs")
+    for name, value in zip(FLAGS, (stated.get(FLAGS[0], True), continue_last), strict=True):
+        if not isinstance(value, bool):
+            raise RequestError(f"{name} must be true or false; got {short(value)}", name)
     text = chat_template.render(tokenizer, messages, variables, continue_last, **stated)
     check_unicode("messages", text)
     tokens = tuple(tokenizer.encode(text, special=False, rendered=True))

@@ -107,13 +107,15 @@ def template_message(message: Any, place: str) -> dict[str, Any]:
     """A message as templates expect it: its content is one text, and arguments of calls are objects.
 
     Args:
-        message: a mapping with `role` and `content`, a text or a list of parts of text; None is an empty one.
+        message: a mapping with `role` and `content`, a text or a list of parts of text; None is an empty one,
+            and an assistant's message with `tool_calls` may have none.
         place: where it stands in the argument, such as `messages[3]`, for errors.
 
     Raises:
         RequestError: For another message; it names the place.
     """
-    if not isinstance(message, Mapping) or "role" not in message:
+    calls = isinstance(message, Mapping) and message.get("role") == "assistant" and message.get("tool_calls")
+    if not isinstance(message, Mapping) or "role" not in message or not ("content" in message or calls):
         raise RequestError(f"{place} must be a mapping with role and content; got {short(message)}", place)
     role, content = message["role"], message.get("content")
     if not isinstance(role, str) or not role:

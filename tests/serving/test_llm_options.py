@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from entropic_jax import LLM
+from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.llm.options import ENGINE_NAMES, GAIN_NAMES, read_options
 
 SIZES = dict(max_num_seqs=4, max_model_len=256)
@@ -129,3 +130,22 @@ def test_options_go_where_they_belong():
     control, options = read_options("off", {"method": "snapkv", "budgets": {"cache_budget": 64}})
     assert control.method == options.method == "snapkv" and control.budgets == (("budget", 64),)
     assert not set(ENGINE_NAMES) & set(GAIN_NAMES)
+
+
+def test_the_size_of_the_kv_cache_by_the_name_of_vllm():
+    assert read_options("off", {"kv_cache_memory_bytes": 2**24})[1].kv_cache_bytes == 2**24
+    stated = {"kv_cache_memory_bytes": None, "kv_cache_bytes": 2**25}
+    assert read_options("off", stated)[1].kv_cache_bytes == 2**25
+    message = "^kv_cache_memory_bytes must not be set together with kv_cache_bytes, which is the same; got 1"
+    with pytest.raises(ParameterError, match=message):
+        read_options("off", {"kv_cache_memory_bytes": 1, "kv_cache_bytes": 1})
+
+
+def test_an_empty_path_is_no_drafter():
+    for options, name in (
+        ({"speculative_config": {"model": ""}}, "speculative_config"),
+        ({"speculate": ""}, "speculate"),
+    ):
+        with pytest.raises(ParameterError, match=f"^{name} must .*; got ''") as error:
+            read_options(None, options)
+        assert error.value.param == name

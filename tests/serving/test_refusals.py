@@ -181,6 +181,21 @@ MESSAGES = [{"role": "user", "content": "x"}]
         (dict(variables=3), "chat_template_kwargs", "chat_template_kwargs must be a mapping of names; got 3"),
         (dict(tools=3), "tools", "tools must be a list of mappings; got 3"),
         (dict(variables={1: 1}), "chat_template_kwargs", "chat_template_kwargs must be a mapping of names"),
+        (
+            dict(variables={"tools": 5}),
+            "chat_template_kwargs.tools",
+            r"chat_template_kwargs\.tools must be a list of mappings; got 5",
+        ),
+        (
+            dict(add_generation_prompt="x"),
+            "add_generation_prompt",
+            "add_generation_prompt must be true or false; got 'x'",
+        ),
+        (
+            dict(continue_last="yes"),
+            "continue_final_message",
+            "continue_final_message must be true or false; got 'yes'",
+        ),
     ],
 )
 def test_conversations(arguments, param, message):
@@ -201,6 +216,9 @@ def test_conversations(arguments, param, message):
             "messages[0].content[0] must be {'type': 'text', 'text': …}; got {'type': 'image_url'",
         ),
         ([*MESSAGES, {"content": "hi"}], "messages[1] must be a mapping with role and content; got"),
+        ([{"role": "user"}], "messages[0] must be a mapping with role and content; got {'role': 'user'}"),
+        ([{"role": "assistant"}], "messages[0] must be a mapping with role and content; got"),
+        ([{"role": "user", "tool_calls": []}], "messages[0] must be a mapping with role and content; got"),
         ([*MESSAGES, "hi"], "messages[1] must be a mapping with role and content; got 'hi'"),
         ([{"role": "user", "content": 5}], "messages[0].content must be a string or a list of parts; got 5"),
         ([MESSAGES, 7], "messages[1] must be a list of messages; got 7"),
@@ -226,6 +244,16 @@ def test_the_content_of_messages_is_one_text_wherever_they_come_from():
     assert user == {"role": "user", "content": "Hello, world"} and assistant["content"] == ""
     assert assistant["tool_calls"] == [{"function": {"name": "f", "arguments": {"a": 1}}}]
     assert [Message.model_validate(m).for_template() for m in messages] == [user, assistant]
+    del messages[1]["content"]
+    assert chat_template.template_message(messages[1], "messages[1]") == assistant
+    assert Message.model_validate({"role": "user"}).for_template() == {"role": "user", "content": ""}
+
+
+def test_a_text_is_no_list_of_token_ids():
+    with pytest.raises(
+        RequestError, match=r"^prompts\[0\]: prompt_token_ids must be a list of token ids; got 'ab'"
+    ):
+        at("prompts[0]", lambda item: tokenize(item, None), {"prompt_token_ids": "ab"})
 
 
 def test_a_lowest_temperature_above_that_of_the_prompt():

@@ -29,7 +29,7 @@ class Message(Body):
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one text. Raises RequestError for calls without an object."""
-        return template_message(self.model_dump(exclude_none=True), "messages")
+        return template_message({"content": None, **self.model_dump(exclude_none=True)}, "messages")
 
 
 Documents = Annotated[list[dict[str, Any]], Field(max_length=1024)]
