@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,8 +32,16 @@ def read_records(text: str) -> list[Record]:
 
 
 def _parse(line: str, number: int) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        for key, count in Counter(key for key, _ in pairs).most_common(1):
+            if count > 1:
+                raise RequestError(f"line {number} must state {short(key)} once; got it {count} times")
+        return dict(pairs)
+
     try:
-        values = json.loads(line)
+        values = json.loads(line, object_pairs_hook=unique)
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise RequestError(
             f"line {number} must be a JSON object; got {line.strip()[:60]} ({error})"

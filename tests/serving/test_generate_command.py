@@ -160,6 +160,23 @@ def test_batch(script, entropic, tmp_path):
     assert third["usage"]["completion_tokens"] == len(third["trace"]["entropy"]) == 3
 
 
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [
+        ('{"prompt": "x", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        ('{"prompt": "x", "prompt": "x"}', "prompt"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "content"),
+        ('{"prompt": "x", "logit_bias": {"7": 1, "7": 2}}', "7"),
+    ],
+)
+def test_a_line_states_each_key_once(script, entropic, tmp_path, line, name):
+    file = tmp_path / "twice.jsonl"
+    file.write_text(json.dumps({"prompt": "x"}) + "\n" + line)
+    status, out, err = entropic("generate", "--batch-file", str(file))
+    assert status != 0 and not out
+    assert f"line 2 must state '{name}' once; got it 2 times" in " ".join(err.split())
+
+
 def test_a_failed_request_does_not_stop_the_batch(script, entropic, tmp_path):
     script("a")
     status, out, _ = entropic(
