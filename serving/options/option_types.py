@@ -7,7 +7,6 @@ from typing import Any
 
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, short
 
-PROCESSES = ("coordinator_address", "num_processes", "process_id")
 WITHOUT_OPTION = ("prompt",)  # may come from elsewhere, and is then not called by its option
 
 

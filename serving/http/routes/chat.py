@@ -75,7 +75,7 @@ def _full_choice(
         message["reasoning_content"] = part.reasoning
     if part.calls:
         message["tool_calls"] = call_fields(part.calls, streamed=False)
-    return {"index": choice.index, "message": message, **_said(frontend, body, choice, delta, parser)}
+    return {"index": choice.index, "message": message, **_said(frontend, body, delta, parser)}
 
 
 def _pieces(
@@ -93,7 +93,7 @@ def _pieces(
         chunks.append({"index": choice.index, "delta": opening, "logprobs": None, "finish_reason": None})
     if delta.tokens or delta.finish_reason is not None:
         piece = _piece(delta, parser)
-        chunks.append({"index": choice.index, "delta": piece, **_said(frontend, body, choice, delta, parser)})
+        chunks.append({"index": choice.index, "delta": piece, **_said(frontend, body, delta, parser)})
     return chunks
 
 
@@ -113,7 +113,6 @@ def _piece(delta: Delta, parser: MessageParser | None) -> dict[str, Any]:
 def _said(
     frontend: Frontend,
     body: ChatBody,
-    choice: generation.Choice,
     delta: Delta,
     parser: MessageParser | None,
 ) -> dict[str, Any]:
