@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(default: the first that the server lists)",
     )
     server.add_argument(
-        "--api-key", metavar="KEY", help="of the server (default: ENTROPIC_API_KEY, or OPENAI_API_KEY)"
+        "--api-key",
+        metavar="KEY",
+        help="API key of the server (default: ENTROPIC_API_KEY, or OPENAI_API_KEY)",
     )
     parser.add_argument("--system", metavar="TEXT", help="system message at the beginning")
     parser.add_argument(

@@ -64,16 +64,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=8192,
         metavar="INT",
-        help="positions of each (default: 8192)",
+        help="most positions of a sequence (default: 8192)",
     )
     parser.add_argument(
-        "--block-size", type=positive, default=128, metavar="INT", help="of a page (default: 128)"
+        "--block-size",
+        type=positive,
+        default=128,
+        metavar="INT",
+        help="positions of a KV cache page (default: 128)",
     )
     parser.add_argument(
         "--preset",
         choices=PRESETS,
-        help="of control (default: that of `entropic serve`: meso, or off on several chips); drafts do not "
-        "change the step that is counted",
+        help="preset of control (default: that of `entropic serve`: meso, or off on several chips); drafts "
+        "do not change the step that is counted",
     )
     parser.add_argument(
         "--compile",
@@ -271,10 +275,11 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
 
     axes, ranks = axes_of(options, plan), options.data_parallel_size
     chips, of_each = ranks * plan.devices, "" if ranks == 1 else " of each engine"
+    count_of_chips = "1 chip" if chips == 1 else f"{chips} chips"
     mebibytes = lambda number: f"{number / MIB:10.1f} MiB"
     pages = f"{plan.pages} pages of {plan.page_size} positions"
     lines = [
-        f"{options.model} in {options.dtype} on {options.topology}: {chips} chips, {axes}",
+        f"{options.model} in {options.dtype} on {options.topology}: {count_of_chips}, {axes}",
         f"numbers from: {plan.source}" + (f" ({note})" if note else ""),
         "",
         "per chip",

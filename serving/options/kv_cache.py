@@ -16,7 +16,8 @@ def add_argument(parser: argparse._ActionsContainer) -> None:
         "--kv-cache-dtype",
         choices=get_args(KvCacheDtype),
         default="auto",
-        help="of keys and values; those of 8 bits have a scale per token and KV head (default: as --dtype)",
+        help="data type of keys and values; those of 8 bits have a scale per token and KV head (default: as "
+        "--dtype)",
     )
 
 

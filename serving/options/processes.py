@@ -62,7 +62,7 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
         type=number(SECONDS),
         default=CONNECT_SECONDS,
         metavar="SECONDS",
-        help="in which all processes must have connected (default: 300)",
+        help="time in which all processes must have connected (default: 300)",
     )
 
 

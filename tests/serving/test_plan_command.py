@@ -1,6 +1,7 @@
 """`entropic plan`: what it prints, and what it refuses in one line."""
 
 import json
+import re
 
 import pytest
 
@@ -139,6 +140,21 @@ def test_a_plan_of_several_engines_is_as_many_plans_of_one(model, capsys):
     assert total["sequences"] == 2 * (plan["pages"] // 8) and total["tokens"] == 2 * 128 * plan["pages"]
     rates = {str(2 * int(rows)): 2 * rate for rows, rate in alone["tokens_per_second"].items()}
     assert total["tokens_per_second"] == rates and len(rates) > 3
+
+
+def test_a_plan_of_one_chip_speaks_of_one(model, capsys):
+    main(["plan", "--model", model, "--topology", "v5e:1x1", "--no-compile", "--max-model-len", "1024"])
+    assert capsys.readouterr().out.splitlines()[0].endswith(" on v5e:1x1: 1 chip, tensor parallel")
+
+
+@pytest.mark.parametrize("command", ["plan", "serve", "generate", "chat"])
+def test_helps_begin_with_what_they_describe(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    texts = capsys.readouterr().out.split("  --")[1:]
+    helps = {text.split()[0]: " ".join(text.split("  ")[1:]).strip() for text in texts}
+    cut_off = [name for name, text in helps.items() if re.match(r"(of (?!entropix: )|in which )", text)]
+    assert len(helps) > 5 and not cut_off
 
 
 def test_the_text_of_a_plan_of_several_engines(model, capsys):
