@@ -144,10 +144,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
         help="log level (default: info)",
     )
     group.add_argument(
-        "--metrics-prefix",
-        default="vllm",
-        metavar="NAME",
-        help="prefix of the names of vLLM's metrics (default: vllm)",
+        "--metrics-prefix", default="vllm", metavar="NAME", help="prefix of vLLM's metrics (default: vllm)"
     )
     group.add_argument(
         "--profile-dir",
