@@ -17,25 +17,27 @@ from entropic_jax.pallas import skinny_matmul
 MULTIPLIED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "lm_head")
 
 
-def block_kernels(params: Any) -> None:
+def block_kernels(params: Any) -> bool:
     """Put matrices in blocks where a kernel of this machine reads them so, in place: one at a time is copied.
 
     Those of one layer's attention, or of its feed-forward part, are all in blocks or none is.
 
     Args:
         params: nested dicts and tuples of arrays, on one device.
+
+    Returns:
+        Whether there is such a matrix.
     """
     if isinstance(params, tuple):
-        for part in params:
-            block_kernels(part)
+        return sum(block_kernels(part) for part in params) > 0
     if not isinstance(params, dict):
-        return
+        return False
     multiplied = [part for name in MULTIPLIED if "kernel" in (part := _as_dict(params.get(name)))]
-    if all(skinny_matmul.reads_blocked(part["kernel"]) for part in multiplied):
+    blocked = bool(multiplied) and all(skinny_matmul.reads_blocked(part["kernel"]) for part in multiplied)
+    if blocked:
         for part in multiplied:
             part["kernel"] = _in_blocks(part["kernel"])
-    for part in params.values():
-        block_kernels(part)
+    return blocked + sum(block_kernels(part) for part in params.values()) > 0
 
 
 def _as_dict(part: Any) -> dict[str, Any]:

@@ -185,8 +185,7 @@ def in_blocks(model: Model) -> Model:
     """
     if model.mesh is not None or model.activation_dtype != np.float32:
         return model
-    block_kernels(model.params)
-    return dataclasses.replace(model, blocked=True)
+    return dataclasses.replace(model, blocked=block_kernels(model.params))
 
 
 def _check_not_blocked(model: Model, action: str) -> None:

@@ -91,6 +91,11 @@ def test_a_model_that_loads_in_blocks_has_the_numbers_of_its_files(tmp_path):
         np.testing.assert_array_equal(skinny_matmul.by_columns(actual), expected)
 
 
+def test_a_model_without_a_matrix_in_blocks_can_be_saved(monkeypatch, tmp_path):
+    monkeypatch.setattr(skinny_matmul, "reads_blocked", lambda kernel: False)
+    models.save(in_blocks(loaded()[0]), tmp_path)
+
+
 def test_models_whose_kernels_read_no_blocks_stay_as_they_are():
     narrow = models.initialise(tiny.model(vocab_size=192, **SIZES).config, 3, "float16")
     assert not in_blocks(narrow).blocked and dimensions(narrow)["lm_head"] == 2
