@@ -2,6 +2,8 @@
 
 A file is a zip archive of one pickle and the bytes of every storage. The pickle may name the functions and
 storage types in `REBUILD` and `STORAGES` and nothing else: any other name is an error before it is imported.
+Objects can contain one another so that they have 2^n parts: none is compared, hashed or shown in an error but
+short strings.
 """
 
 import io
@@ -29,8 +31,23 @@ STORAGES = {
     "BoolStorage": "BOOL",
 }
 LARGEST_PICKLE = 8_000_000  # bytes, without the storages
+LARGEST_READ = 8_000_000  # bytes at a time of the rest: the list of the storages
+LONGEST_NAME = 1000  # characters of a tensor's name, or of a storage's
+MOST_AXES = 64  # of a tensor, as in NumPy
+MOST_ARGUMENTS = 16  # of a call
 DEEPEST = 100  # objects within objects
 LOAD_MARK: Any = pickle._Unpickler.dispatch[pickle.MARK[0]]
+INSTRUCTIONS = (  # that `torch.save` writes, with any protocol
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.STACK_GLOBAL),
+    *(pickle.REDUCE, pickle.BUILD, pickle.BINPERSID, pickle.MEMOIZE),
+    *(pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.GET, pickle.BINGET, pickle.LONG_BINGET),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+    *(pickle.INT, pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG, pickle.LONG1),
+    *(pickle.UNICODE, pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.LIST, pickle.APPEND, pickle.APPENDS),
+    *(pickle.EMPTY_DICT, pickle.DICT, pickle.SETITEM, pickle.SETITEMS),
+)
 LOCAL_HEADER = 30  # bytes before the name of an entry of a zip archive
 
 
@@ -66,11 +83,11 @@ def rebuild_tensor(storage: Any, offset: Any, lengths: Any, strides: Any, *_: An
         strides: the strides of the axes, in elements.
         *_: not needed to read.
     """
-    numbers = (offset, *lengths, *strides)
-    valid = isinstance(storage, Storage) and len(lengths) == len(strides)
-    if not valid or not all(is_integer(n) and 0 <= n < 2**62 for n in numbers):
+    axes = all(isinstance(part, tuple) and len(part) <= MOST_AXES for part in (lengths, strides))
+    valid = axes and isinstance(storage, Storage) and len(lengths) == len(strides)
+    if not valid or not all(is_integer(n) and 0 <= n < 2**62 for n in (offset, *lengths, *strides)):
         raise pickle.UnpicklingError("a tensor must be a part of a storage")
-    return TensorView(storage, offset, tuple(lengths), tuple(strides))
+    return TensorView(storage, offset, lengths, strides)
 
 
 def rebuild_parameter(tensor: Any, *_: Any) -> Any:
@@ -78,8 +95,13 @@ def rebuild_parameter(tensor: Any, *_: Any) -> Any:
     return tensor
 
 
+def ordered_dict() -> OrderedDict[str, Any]:
+    """Stands in for `collections.OrderedDict`, whose items follow."""
+    return OrderedDict()
+
+
 REBUILD = {
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): ordered_dict,
     ("torch._utils", "_rebuild_tensor_v2"): rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): rebuild_parameter,
 }
@@ -101,7 +123,7 @@ class TensorUnpickler(pickle._Unpickler):
 
     def persistent_load(self, pid: Any) -> Storage:
         valid = isinstance(pid, tuple) and len(pid) == 5 and isinstance(pid[1], StorageType)
-        if not valid or pid[0] != "storage" or not isinstance(pid[2], str):
+        if not valid or not is_name(pid[0]) or pid[0] != "storage" or not is_name(pid[2]):
             raise pickle.UnpicklingError("a storage must be stated by type and key")
         return Storage(pid[1].dtype, pid[2])
 
@@ -111,24 +133,77 @@ class TensorUnpickler(pickle._Unpickler):
         if not isinstance(self.stack[-1], OrderedDict):
             raise pickle.UnpicklingError("only a dict may have attributes")
 
+    def load_reduce(self) -> None:
+        """Call one of the functions in `REBUILD`."""
+        arguments, function = self.stack.pop(), self.stack[-1]
+        if not any(function is known for known in REBUILD.values()):
+            raise pickle.UnpicklingError("it calls what is no function of a tensor")
+        if not isinstance(arguments, tuple) or len(arguments) > MOST_ARGUMENTS:
+            raise pickle.UnpicklingError(f"a call must have at most {MOST_ARGUMENTS} arguments")
+        self.stack[-1] = function(*arguments)
+
+    def load_dict(self) -> None:
+        items = self.pop_mark()
+        self.stack.append({})
+        self.set_items(items)
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self.set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self.set_items(self.pop_mark())
+
+    def set_items(self, items: list[Any]) -> None:
+        """Add keys and values, which take turns, to the dict that is last."""
+        target, keys = self.stack[-1], items[::2]
+        if not isinstance(target, dict) or not all(map(is_name, keys)):
+            raise pickle.UnpicklingError(
+                f"the keys of its dicts must be strings of at most {LONGEST_NAME} characters"
+            )
+        target.update(zip(keys, items[1::2], strict=True))
+
     def load_bytearray8(self) -> None:
         raise pickle.UnpicklingError("it holds an array of bytes, which no tensor needs")
+
+    def refuse(self) -> None:
+        raise pickle.UnpicklingError("it holds an instruction that no tensor needs")
 
     def load_mark(self) -> None:
         if len(self.metastack) >= DEEPEST:
             raise pickle.UnpicklingError(f"it is nested more than {DEEPEST} deep")
         LOAD_MARK(self)
 
+    for unused in {*range(256)} - {code for (code,) in INSTRUCTIONS}:
+        dispatch[unused] = refuse
+    dispatch[pickle.REDUCE[0]] = load_reduce
+    dispatch[pickle.DICT[0]] = load_dict
+    dispatch[pickle.SETITEM[0]] = load_setitem
+    dispatch[pickle.SETITEMS[0]] = load_setitems
     dispatch[pickle.BUILD[0]] = load_build
     dispatch[pickle.BYTEARRAY8[0]] = load_bytearray8
     dispatch[pickle.MARK[0]] = load_mark
+
+
+def is_name(value: object) -> bool:
+    """Whether a value is a string short enough to be the name of a tensor or of a storage."""
+    return isinstance(value, str) and len(value) <= LONGEST_NAME
+
+
+class ArchiveFile(io.FileIO):
+    """A file of which no reader takes more than `LARGEST_READ` bytes at once."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > LARGEST_READ:
+            raise ValueError(f"the list of its storages must be at most {LARGEST_READ} bytes")
+        return super().read(size)
 
 
 def open_torch_file(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file. Raises ModelError for a damaged one, or one that holds more than tensors."""
     require_file(path)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with ArchiveFile(path) as file, zipfile.ZipFile(file) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             tensors = read_pickle(archive, entries)
         data = np.memmap(path, np.uint8, "r")
@@ -146,15 +221,27 @@ def read_pickle(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -
         raise ValueError("the archive has no data.pkl")
     if entries["data.pkl"].file_size > LARGEST_PICKLE:
         raise ValueError(f"data.pkl must be at most {LARGEST_PICKLE} bytes")
-    if "byteorder" in entries and archive.read(entries["byteorder"])[:8] != b"little":
+    if "byteorder" in entries and first_bytes(archive, entries["byteorder"], 8) != b"little":
         raise ValueError("its byte order must be little")
-    result = TensorUnpickler(io.BytesIO(archive.read(entries["data.pkl"]))).load()
+    result = TensorUnpickler(io.BytesIO(first_bytes(archive, entries["data.pkl"], LARGEST_PICKLE))).load()
     if not isinstance(result, dict) or not result:
         raise ValueError("it holds no dict")
     for name, value in result.items():
-        if not isinstance(name, str) or not isinstance(value, TensorView):
+        if not isinstance(value, TensorView):
             raise ValueError(f"{abbreviate(name)} is no tensor")
     return result
+
+
+def first_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, count: int) -> bytes:
+    """The first bytes of an entry, whatever its size.
+
+    Args:
+        archive: the archive.
+        entry: an entry of it.
+        count: the number of bytes.
+    """
+    with archive.open(entry) as file:
+        return file.read(count)
 
 
 def tensor_of(
