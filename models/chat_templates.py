@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .config import ModelError, require_file
+from .config import ModelError
 from .template_worker import receive, send
+from .tokenizer_files import read_text
 
 SECONDS = 5  # of processor time for a conversation
 PATIENCE = 30.0  # seconds that it may take on a busy machine, or in a process that something has stopped
@@ -25,6 +26,7 @@ MEMORY = 1 << 30  # bytes of the process
 MOST_CHARACTERS = 1 << 24  # of a conversation as text
 SCRIPT = Path(__file__).with_name("template_worker.py")
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates that are chosen by themselves
+LARGEST_TEMPLATE = 4_000_000  # bytes
 FILE, FOLDER, SUFFIX = "chat_template.jinja", "additional_chat_templates", ".jinja"
 
 
@@ -42,18 +44,11 @@ def read_templates(directory: Path, settings: Mapping[str, Any]) -> dict[str, st
         listed = sorted((directory / FOLDER).glob(f"*{SUFFIX}"))
         files |= {path.name.removesuffix(SUFFIX): path for path in listed}
     if files:
-        return {name: _text(path) for name, path in files.items()}
+        return {name: read_text(path, LARGEST_TEMPLATE) for name, path in files.items()}
     stated = settings.get("chat_template")
     if isinstance(stated, list):
         return {template["name"]: template["template"] for template in stated}
     return {} if stated is None else {DEFAULT: stated}
-
-
-def _text(path: Path) -> str:
-    try:
-        return require_file(path).read_text("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ModelError(f"{path} must be UTF-8: {error}") from None
 
 
 class TemplateProcess:

@@ -32,7 +32,8 @@ from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
 from .tensor_names import entries
 from .text_towers import text_part, tower_of
-from .tokenizer import Tokenizer, is_there
+from .tokenizer import Tokenizer
+from .tokenizer_files import is_there
 
 ACCEPTED_DTYPES = ("float32", "bfloat16", "float16")
 

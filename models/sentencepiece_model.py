@@ -16,7 +16,8 @@ from tokenizers import AddedToken
 from .chat_templates import read_templates
 from .config import LARGEST_SETTINGS, ModelError, read_json, require_file
 from .gguf_tokenizer import KEY, sentencepiece
-from .tokenizer import Tokenizer, check_settings, is_there
+from .tokenizer import Tokenizer
+from .tokenizer_files import check_settings, is_there
 
 NAME = "tokenizer.model"
 LARGEST = 64_000_000  # bytes

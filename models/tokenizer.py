@@ -2,7 +2,6 @@
 
 import functools
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,18 +13,14 @@ from tokenizers.processors import TemplateProcessing
 
 from . import chat_templates
 from .chat_templates import DEFAULT, TOOL_USE
-from .config import LARGEST_SETTINGS, ModelError, abbreviate, read_json, require_file
+from .config import ModelError
+from .tokenizer_files import SPECIAL_TOKENS, SURROUNDING, is_there, read_backend
 
 REPLACEMENT = "\ufffd"  # what bytes that are no character decode to
 CONTEXT = 8  # tokens; how a token decodes depends on fewer before it
 LONG_TEXT = 4096  # characters from which a text is encoded beside other threads
 LONGEST_CHARACTER = 4  # bytes of UTF-8, so at most as many tokens
 MARK = "\ufdd0"  # no character: stands between the characters of a special token that is plain text
-
-
-# Fields of tokenizer_config.json that name a token for chat templates.
-SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-SURROUNDING = ("add_bos_token", "add_eos_token")
 
 
 class Tokenizer:
@@ -81,27 +76,13 @@ class Tokenizer:
         What stands around a text is what tokenizer.json adds, as in transformers 5, whatever
         `add_bos_token` and `add_eos_token` say.
         """
-        file = directory / "tokenizer.json"
-        if not is_there(file):
+        if not is_there(directory / "tokenizer.json"):
             return None
-        require_file(file)
+        backend, settings = read_backend(directory)
         try:
-            backend = tokenizers.Tokenizer.from_file(str(file))
-            backend.no_truncation()  # neither is used, and either may fail or fill the memory
-            backend.no_padding()
-            backend.encode(f"A {MARK} b")  # some find out that they lack a token for what is unknown
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
-            raise ModelError(f"{file} is not readable by tokenizers: {error}") from None
-        settings_file = directory / "tokenizer_config.json"
-        settings = read_json(settings_file, LARGEST_SETTINGS) if is_there(settings_file) else {}
-        try:
-            check_settings(settings)
-            settings = {name: value for name, value in settings.items() if name not in SURROUNDING}
             tokenizer = cls(backend, settings)
         except ModelError as error:
-            raise ModelError(f"{settings_file}: {error}") from None
+            raise ModelError(f"{directory / 'tokenizer_config.json'}: {error}") from None
         tokenizer.set_templates(chat_templates.read_templates(directory, settings))
         return tokenizer
 
@@ -250,40 +231,6 @@ class Tokenizer:
         }
         others = {"tools": tools, "documents": None, **variables}
         return chat_templates.render(template, {**named, **stated, **others})
-
-
-def is_there(path: Path) -> bool:
-    """Whether the directory lists a file, which may be a link to nothing."""
-    return os.path.lexists(path)
-
-
-def is_unicode(text: str) -> bool:
-    """Whether a text has no surrogates, which UTF-8 cannot encode."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
-
-
-def check_settings(settings: Mapping[str, Any]) -> None:
-    """Raises ModelError unless the fields of tokenizer_config.json that are used have the right types."""
-    for name in SPECIAL_TOKENS:
-        value = settings.get(name)
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if value is not None and not (isinstance(text, str) and is_unicode(text)):
-            raise ModelError(
-                f"{name} must be null, a string, or an object with content; got {abbreviate(value)}"
-            )
-    for name in (*SURROUNDING, "split_special_tokens"):
-        if not isinstance(settings.get(name), bool | None):
-            raise ModelError(f"{name} must be null, true or false; got {abbreviate(settings[name])}")
-    template = settings.get("chat_template")
-    named = isinstance(template, list) and all(
-        isinstance(t, Mapping) and all(isinstance(t.get(key), str) for key in ("name", "template"))
-        for t in template
-    )
-    if template is not None and not isinstance(template, str) and not named:
-        raise ModelError(
-            "chat_template must be null, a string, or a list of objects with name and template; "
-            f"got {abbreviate(template)}"
-        )
 
 
 class Detokenizer:

@@ -10,6 +10,7 @@ import io
 import pickle
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -112,6 +113,7 @@ class TensorUnpickler(pickle._Unpickler):
 
     stack: list[Any]
     metastack: list[Any]
+    pop_mark: Callable[[], list[Any]]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,0 +1,303 @@
+"""The files of a model directory that describe its tokenizer, beside the vocabulary in tokenizer.json.
+
+They may add tokens, and their tokenizer class may replace parts of tokenizer.json. What follows from both is
+what transformers 5 makes of the same files.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from .config import (
+    LARGEST_JSON,
+    LARGEST_SETTINGS,
+    ModelError,
+    abbreviate,
+    is_integer,
+    read_json,
+    require_file,
+)
+from .text_growth import check_growth
+
+# Fields of tokenizer_config.json that name a token for chat templates.
+SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+SURROUNDING = ("add_bos_token", "add_eos_token")
+OF_MODEL = "model_specific_special_tokens"
+EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
+NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"  # as transformers wrote until 2023
+FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+LLAMA, SPACE = "LlamaTokenizer", "▁"
+LLAMA_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+TOKENIZER_JSON_ALONE = {  # values of model_type for which transformers reads no class LlamaTokenizer
+    *("mistral", "ministral", "ministral3", "mistral3", "mixtral", "ernie4_5", "qwen2", "phi3", "olmo2"),
+    *("olmo3", "granite", "granitemoe", "glm", "glm4", "glm4_moe", "nemotron", "stablelm"),
+    *("llava", "llava_next"),
+}
+Settings = Mapping[str, Any]
+
+
+def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]:
+    """The tokenizer of tokenizer.json and the files next to it, and the settings of tokenizer_config.json.
+
+    What stands around a text is what tokenizer.json adds, as in transformers 5, whatever `add_bos_token` and
+    `add_eos_token` say. Raises ModelError.
+    """
+    file = directory / "tokenizer.json"
+    text = read_text(file, LARGEST_JSON)
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+        check_growth(backend)
+        backend.no_truncation()  # neither is used, and either may fail or fill the memory
+        backend.no_padding()
+        backend.encode("A \ufdd0 b")  # some find out that they lack a token for what is unknown
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
+        reason = abbreviate(" ".join(str(error).split()))[1:-1]
+        raise ModelError(f"{file} is not readable by tokenizers: {reason}") from None
+    settings = read_settings(directory)
+    names = {name: value for name, value in settings.items() if name not in SURROUNDING}
+    if "added_tokens_decoder" not in names:
+        names |= read_names(directory, names.get(EXTRA))
+    present = backend.get_added_tokens_decoder()
+    if is_llama(names, directory, text, backend):
+        names = {**LLAMA_TOKENS, **names}
+        backend = as_llama(backend, names)
+    backend.add_tokens(added_tokens(directory, names, backend, present))
+    return backend, names
+
+
+def read_settings(directory: Path) -> dict[str, Any]:
+    """tokenizer_config.json, {} if there is none. Raises ModelError for fields of other types."""
+    file = directory / "tokenizer_config.json"
+    settings = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
+    try:
+        check_settings(settings)
+        check_tokens(settings)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    if OLDER_EXTRA in settings and not settings.get(EXTRA):
+        settings[EXTRA] = settings.pop(OLDER_EXTRA)
+    of_model = {n: settings.pop(n) for n in list(settings) if isinstance(settings[n], str) and is_other(n)}
+    if isinstance(settings.get(EXTRA), Mapping):
+        of_model |= settings.pop(EXTRA)
+    return settings | {OF_MODEL: of_model} if of_model else settings
+
+
+def is_other(name: str) -> bool:
+    """Whether a field names a token that only models of some kind have."""
+    return name.endswith("_token") and name not in SPECIAL_TOKENS
+
+
+def read_names(directory: Path, extra: Any) -> dict[str, Any]:
+    """The tokens that special_tokens_map.json names, which overrule those of tokenizer_config.json.
+
+    To a list of `extra` tokens, it adds.
+    """
+    file = directory / NAMES
+    names = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
+    try:
+        check_names(names)
+        check_tokens(names)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    kept = {*SPECIAL_TOKENS, EXTRA, OLDER_EXTRA, *(n for n in names if is_other(n) and is_token(names[n]))}
+    names = {name: special(value) for name, value in names.items() if name in kept}
+    if isinstance(names.get(EXTRA), list) and isinstance(extra, list):
+        names[EXTRA] = [*extra, *names[EXTRA]]
+    return names
+
+
+def special(value: Any) -> Any:
+    """A token, or a list of them, as special_tokens_map.json states it: special in any case."""
+    if isinstance(value, list):
+        return [special(token) for token in value]
+    return {**value, "special": True} if isinstance(value, Mapping) and "content" in value else value
+
+
+def added_tokens(
+    directory: Path, settings: Settings, backend: tokenizers.Tokenizer, present: Mapping[int, AddedToken]
+) -> list[AddedToken]:
+    """The tokens that files beside tokenizer.json state, in the order in which they are added.
+
+    Those that the vocabulary has keep their ids, others follow the last one.
+
+    Args:
+        directory: the directory of the model.
+        settings: the settings, checked.
+        backend: the tokenizer to which they are added.
+        present: the added tokens of tokenizer.json by id.
+    """
+    named = [settings[name] for name in SPECIAL_TOKENS if settings.get(name) is not None]
+    listed, extra = settings.get(EXTRA), settings.get(EXTRA, settings.get(OLDER_EXTRA)) or []
+    listed = [*named, *(listed if isinstance(listed, list) else [])]
+    texts = {content(value) for value in listed if isinstance(value, str) or value.get("special")}
+    named += [value for name, value in settings.items() if is_other(name) and is_token(value)]
+    named += list((settings.get(OF_MODEL) or {}).values())
+    if isinstance(extra, Mapping):  # of special_tokens_map.json
+        named, extra = [*named, *extra.values()], []
+    stated = settings.get("added_tokens_decoder")
+    if stated is not None:
+        by_id = {int(number): token_of(value) for number, value in stated.items()}
+    else:
+        by_id = {n: AddedToken(t, special=t in texts, normalized=t not in texts) for t, n in added(directory)}
+        by_id |= present
+    result = [by_id[number] for number in sorted(by_id)]
+    known = {token.content for token in [*result, *backend.get_added_tokens_decoder().values()]}
+    new: dict[str, AddedToken] = {}
+    for value in [*named, *extra]:
+        if content(value) not in known:
+            new.setdefault(repr(value), token_of(value))
+    result += new.values()
+    of_names = set(map(content, named))
+    for token in result:
+        token.special = token.special or token.content in of_names
+    return result
+
+
+def added(directory: Path) -> Iterable[tuple[str, int]]:
+    """The tokens and ids of added_tokens.json; none if there is no such file. Raises ModelError."""
+    file = directory / ADDED
+    if not is_there(file):
+        return ()
+    tokens = read_json(file, LARGEST_SETTINGS)
+    for token, number in tokens.items():
+        if not is_unicode(token) or not is_integer(number) or number < 0:
+            raise ModelError(f"{file}: {abbreviate(token)} must have an id; got {abbreviate(number)}")
+    return tokens.items()
+
+
+def content(token: Any) -> str:
+    """The text of a token that is stated as a string or as an object."""
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def token_of(token: Any) -> AddedToken:
+    """A token that is stated as a string or as an object."""
+    if isinstance(token, str):
+        return AddedToken(token, special=True)
+    return AddedToken(content(token), **{flag: token[flag] for flag in FLAGS if token.get(flag) is not None})
+
+
+def is_llama(settings: Settings, directory: Path, text: str, backend: tokenizers.Tokenizer) -> bool:
+    """Whether transformers replaces parts of tokenizer.json by those of its class LlamaTokenizer.
+
+    Args:
+        settings: the settings, which may name the class.
+        directory: the directory of the model.
+        text: tokenizer.json.
+        backend: what it describes.
+    """
+    file = directory / "config.json"
+    raw = read_json(file) if is_there(file) else {}
+    stated = settings.get("tokenizer_class") or raw.get("tokenizer_class")
+    of_class = isinstance(stated, str) and stated.removesuffix("Fast") == LLAMA
+    model_type = raw.get("model_type")
+    alone = isinstance(model_type, str) and model_type in TOKENIZER_JSON_ALONE
+    return of_class and not alone and '"ByteLevel"' not in text and isinstance(backend.model, BPE)
+
+
+def as_llama(backend: tokenizers.Tokenizer, settings: Settings) -> tokenizers.Tokenizer:
+    """The vocabulary of a tokenizer with the rules of Llama 2: a space before the text, not after tokens.
+
+    It has no added tokens.
+
+    Args:
+        backend: what tokenizer.json describes; consumed.
+        settings: the settings. With `legacy`, a space stands after special tokens too; without
+            `add_prefix_space` nowhere.
+    """
+    model = backend.model
+    model.fuse_unk, model.byte_fallback, model.ignore_merges = True, True, False
+    model.unk_token = model.dropout = None
+    result = tokenizers.Tokenizer(model)
+    prefix = settings.get("add_prefix_space") is not False
+    scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
+    result.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
+    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
+    result.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    if backend.post_processor is not None:
+        result.post_processor = backend.post_processor
+    return result
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """The text of a file of at most so many bytes. Raises ModelError for what is larger, or not UTF-8."""
+    size = require_file(path).stat().st_size
+    if size > max_bytes:
+        raise ModelError(f"{path} must be at most {max_bytes} bytes; got {size}")
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ModelError(f"{path} must be UTF-8: {error}") from None
+
+
+def is_there(path: Path) -> bool:
+    """Whether the directory lists a file, which may be a link to nothing."""
+    return os.path.lexists(path)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no surrogates, which UTF-8 cannot encode."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def is_token(value: Any) -> bool:
+    """Whether a value states a token: a string, or an object with its content and flags."""
+    flags, text = True, value
+    if isinstance(value, Mapping):
+        text, flags = value.get("content"), all(isinstance(value.get(flag), bool | None) for flag in FLAGS)
+    return flags and isinstance(text, str) and is_unicode(text)
+
+
+def check_names(settings: Settings) -> None:
+    """Raises ModelError unless the fields that name a token have the right types."""
+    for name in SPECIAL_TOKENS:
+        value = settings.get(name)
+        if value is not None and not is_token(value):
+            raise ModelError(
+                f"{name} must be null, a string, or an object with content; got {abbreviate(value)}"
+            )
+
+
+def check_tokens(settings: Settings) -> None:
+    """Raises ModelError unless the fields that list tokens have the right types."""
+    for name in (EXTRA, OLDER_EXTRA):
+        value = settings.get(name)
+        values = list(value.values()) if isinstance(value, Mapping) else value
+        if value is not None and not (isinstance(values, list) and all(map(is_token, values))):
+            raise ModelError(f"{name} must be null or a list of tokens; got {abbreviate(value)}")
+    stated = settings.get(OF_MODEL) or {}
+    if not isinstance(stated, Mapping) or not all(map(is_token, stated.values())):
+        raise ModelError(f"{OF_MODEL} must be null or an object of tokens; got {abbreviate(stated)}")
+    stated = settings.get("added_tokens_decoder", {})
+    numbered = isinstance(stated, Mapping) and all(n.isdecimal() and len(n) < 12 for n in stated)
+    if not numbered or not all(isinstance(t, Mapping) and is_token(t) for t in stated.values()):
+        raise ModelError(f"added_tokens_decoder must be an object of ids to tokens; got {abbreviate(stated)}")
+
+
+def check_settings(settings: Settings) -> None:
+    """Raises ModelError unless the fields of tokenizer_config.json that are used have the right types."""
+    check_names(settings)
+    for name in (*SURROUNDING, "split_special_tokens"):
+        if not isinstance(settings.get(name), bool | None):
+            raise ModelError(f"{name} must be null, true or false; got {abbreviate(settings[name])}")
+    template = settings.get("chat_template")
+    named = isinstance(template, list) and all(
+        isinstance(t, Mapping) and all(isinstance(t.get(key), str) for key in ("name", "template"))
+        for t in template
+    )
+    if template is not None and not isinstance(template, str) and not named:
+        raise ModelError(
+            "chat_template must be null, a string, or a list of objects with name and template; "
+            f"got {abbreviate(template)}"
+        )
