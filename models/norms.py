@@ -54,11 +54,11 @@ class LayerNorm(nnx.Module):
 
     Args:
         shape: the shape of the weight: the last axis, or heads and the last axis.
-        spec: epsilon, offset, and whether there is a bias.
+        spec: epsilon, offset, and whether there are a weight and a bias.
     """
 
     def __init__(self, shape: int | tuple[int, ...], spec: NormSpec) -> None:
-        self.weight = nnx.Param(jnp.ones(shape) if not spec.offset else jnp.zeros(shape))
+        self.weight = nnx.Param(jnp.full(shape, 1 - spec.offset)) if spec.weight else None
         self.bias = nnx.Param(jnp.zeros(shape)) if spec.bias else None
         self.epsilon, self.offset = spec.epsilon, spec.offset
 
@@ -66,8 +66,9 @@ class LayerNorm(nnx.Module):
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(-1, keepdims=True)
         variance = jnp.square(centred).mean(-1, keepdims=True)
-        weight = self.weight[...].astype(jnp.float32) + self.offset
-        out = centred * jax.lax.rsqrt(variance + self.epsilon) * weight
+        out = centred * jax.lax.rsqrt(variance + self.epsilon)
+        if self.weight is not None:
+            out = out * (self.weight[...].astype(jnp.float32) + self.offset)
         if self.bias is not None:
             out = out + self.bias[...].astype(jnp.float32)
         return out.astype(x.dtype)
