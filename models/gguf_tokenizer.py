@@ -29,6 +29,8 @@ CONTROL, USER_DEFINED = 3, 4  # types of tokens
 SPACE = "▁"
 KEY = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"  # the default; others follow as `tokenizer.chat_template.NAME`
+# Characters of the tokens of SentencePiece, each of which is taken apart in every place.
+LONGEST_TOKEN, LONGEST_VOCABULARY = 512, 8_000_000
 
 
 def gguf_tokenizer(path: Path) -> Tokenizer | None:
@@ -109,6 +111,12 @@ def sentencepiece(path: Path, values: Mapping[str, Any], tokens: list[str]) -> t
     scores = listed(path, values, "scores", float)
     if len(scores) != len(tokens):
         raise ModelError(f"{path}: {KEY}scores must be {len(tokens)} numbers, one a token; got {len(scores)}")
+    longest, together = max(map(len, tokens), default=0), sum(map(len, tokens))
+    if longest > LONGEST_TOKEN or together > LONGEST_VOCABULARY:
+        raise ModelError(
+            f"{path}: {KEY}tokens must have at most {LONGEST_TOKEN} characters each and {LONGEST_VOCABULARY} "
+            f"together; got {longest} and {together}"
+        )
     unknown = named(path, values, "unknown_token_id", tokens) or tokens[0]
     vocabulary = {token: number for number, token in enumerate(tokens)}
     merges = merges_of(dict(zip(tokens, scores, strict=True)))
@@ -131,12 +139,12 @@ def merges_of(scores: Mapping[str, float]) -> list[tuple[str, str]]:
     >>> merges_of({"a": 0, "b": 0, "c": 0, "bc": -2, "ab": -1})
     [('a', 'b'), ('b', 'c')]
     """
-    pairs = [
+    return [
         (token[:i], token[i:])
         for token in sorted(scores, key=lambda token: -scores[token])
         for i in range(1, len(token))
+        if token[:i] in scores and token[i:] in scores
     ]
-    return [(left, right) for left, right in pairs if left in scores and right in scores]
 
 
 def listed(

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..config import ModelError, require_file
 from .ggml_blocks import BLOCK_TYPES, BlockType
-from .stored import release_pages
+from .stored import release_pages, require_names
 
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = dict(enumerate("<u1 <i1 <u2 <i2 <u4 <i4 <f4 ?".split())) | {10: "<u8", 11: "<i8", 12: "<f8"}
@@ -115,12 +115,15 @@ class GGUFFile:
                 raise ValueError(f"general.alignment must be a positive integer; got {alignment!r}")
             begin = -(-cursor.place // alignment) * alignment
             self.tensors = {name: self.tensor(data[begin:], name, *info) for name, info in infos.items()}
+        except ModelError:
+            raise
         except (ValueError, OSError, struct.error) as error:
             raise ModelError(f"{path} must be a GGUF file that can be read: {error}") from None
 
     def read_info(self, cursor: Cursor) -> tuple[str, tuple[tuple[int, ...], int, int]]:
         """The name of a tensor, and its shape, type and offset."""
         name, axes = cursor.text(), cursor.number("I")
+        require_names(self.path, (name,))
         if axes > MOST_AXES:
             raise ValueError(f"{name} must have at most {MOST_AXES} axes; got {axes}")
         lengths = [cursor.number("Q") for _ in range(axes)]

@@ -8,13 +8,16 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ..config import ModelError, require_file
-from .stored import StoredTensor, numpy_dtype
+from .stored import StoredTensor, numpy_dtype, require_names
+
+LARGEST_HEADER = 16_000_000  # bytes: 100 000 tensors
 
 
 def open_safetensors(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file. Raises ModelError for a file that is missing or damaged."""
     require_file(path)
     try:
+        check_header_size(path)
         with safe_open(path, framework="numpy"):  # checks the header and the sizes
             header, begin = read_header(path)
     except (SafetensorError, OSError, ValueError) as error:
@@ -22,8 +25,17 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
         raise ModelError(
             f"{path} must be a complete safetensors file; got {size} bytes that cannot be read ({error})"
         ) from None
+    require_names(path, header)
     data = np.memmap(path, np.uint8, "r")
     return {name: tensor_of(entry, data[begin:], path) for name, entry in header.items()}
+
+
+def check_header_size(path: Path) -> None:
+    """Raise ValueError for a header that takes seconds to parse."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if LARGEST_HEADER < length < path.stat().st_size:
+        raise ValueError(f"its header must be at most {LARGEST_HEADER} bytes; got {length}")
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:

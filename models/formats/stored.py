@@ -1,12 +1,14 @@
 """Tensors as they are stored in a file: memory-mapped, with a name, a shape and a dtype."""
 
 import mmap
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from ..config import ModelError, abbreviate
 from .file_rows import mapping_of, read_rows
 
 # Dtypes by the codes of safetensors. 8-bit floats are read as bytes and looked up in tables.
@@ -22,6 +24,28 @@ FLOAT8_VALUES = {
     code: np.arange(256, dtype=np.uint8).view(jnp.dtype(name)).astype(np.float32)
     for code, name in FLOAT8.items()
 }
+
+
+LONGEST_NAME = 255  # characters of a tensor's name
+
+
+def require_names(path: Path, names: Iterable[object]) -> None:
+    """Raise ModelError unless the names of tensors in a file can be shown in messages.
+
+    Args:
+        path: the path of the file.
+        names: the names.
+    """
+    for name in names:
+        if (
+            not isinstance(name, str)
+            or not (name.isascii() and name.isprintable())
+            or len(name) > LONGEST_NAME
+        ):
+            raise ModelError(
+                f"{path}: names of tensors must be at most {LONGEST_NAME} printable ASCII characters; "
+                f"got {abbreviate(ascii(name)[1:-1])}"
+            )
 
 
 class StoredTensor:

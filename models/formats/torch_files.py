@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..config import ModelError, abbreviate, is_integer, require_file
-from .stored import StoredTensor, numpy_dtype
+from .stored import StoredTensor, numpy_dtype, require_names
 
 STORAGES = {
     "FloatStorage": "F32",
@@ -208,8 +208,11 @@ def open_torch_file(path: Path) -> dict[str, StoredTensor]:
         with ArchiveFile(path) as file, zipfile.ZipFile(file) as archive:
             entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
             tensors = read_pickle(archive, entries)
+        require_names(path, tensors)
         data = np.memmap(path, np.uint8, "r")
         return {name: tensor_of(view, entries, data, path) for name, view in tensors.items()}
+    except ModelError:
+        raise
     except Exception as error:  # a damaged pickle raises errors of many types
         text = " ".join(str(error).split())
         raise ModelError(

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import struct
+import time
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 from entropic_jax import models
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.formats.ggml_blocks import BLOCK_TYPES
+from entropic_jax.models.gguf_tokenizer import sentencepiece
 from tests.models.weight_directories import LLAMA, in_pairs, refusal, renamed, require_same, take
 
 K_BLOCKS = Config("LlamaForCausalLM", 40, 256, 512, 1, 4, 2, 64, rms_norm_eps=1e-5, tie_word_embeddings=True)
@@ -295,3 +297,20 @@ def test_tokenizers_of_gguf_that_are_not_understood(tmp_path):
         with pytest.raises(ModelError, match=expected) as raised:
             gguf_of_tokenizer(tmp_path, ["a", "b", "ab", "<s>"], [1, 1, 1, 3], **(fields | changes))
         assert "\n" not in str(raised.value)
+
+
+def test_long_tokens_of_sentencepiece_are_refused(tmp_path):
+    """Each place of a token is looked at, and what stands before and behind it copied."""
+    begin = time.monotonic()
+    for tokens in (["a", "b" * 10**6], [str(i).zfill(500) for i in range(17_000)]):
+        with pytest.raises(ModelError, match="tokens must have at most 512 characters each and 8000000 tog"):
+            sentencepiece(tmp_path, {"tokenizer.ggml.scores": [0.0] * len(tokens)}, tokens)
+    assert time.monotonic() - begin < 1
+
+
+def test_names_of_tensors_of_gguf_are_text(directory):
+    take(directory)
+    write_gguf(
+        directory / "model.gguf", {"a\x1b[2J": np.ones(4, np.float32)}, {}, {"a\x1b[2J": (0, bytes(16))}
+    )
+    assert r"names of tensors must be at most 255 printable ASCII characters" in refusal(directory)

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from entropic_jax import models
+from entropic_jax.models.formats.safetensors_files import LARGEST_HEADER
 from tests.models.weight_directories import LLAMA, in_pairs, refusal, renamed, require_same, take
 
 Q = "model.layers.0.self_attn.q_proj.weight"
@@ -126,6 +127,22 @@ def test_shards_of_a_variant(directory):
     require_same(directory, tensors)
 
 
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_variant_of_torch(directory, shards):
+    torch = pytest.importorskip("torch")
+    tensors = take(directory)
+    state = {name: torch.tensor(x) for name, x in tensors.items()}
+    ending = lambda i: "" if shards == 1 else f"-{i + 1:05}-of-{shards:05}"
+    files = [f"pytorch_model.fp16{ending(i)}.bin" for i in range(shards)]
+    parts = [dict(list(state.items())[i::shards]) for i in range(shards)]
+    for part, file in zip(parts, files, strict=True):
+        torch.save(part, directory / file)
+    if shards > 1:
+        placed = {name: file for part, file in zip(parts, files, strict=True) for name in part}
+        (directory / "pytorch_model.bin.index.fp16.json").write_text(json.dumps({"weight_map": placed}))
+    require_same(directory, tensors)
+
+
 def test_names_without_prefix(directory):
     tensors = take(directory)
     save_file({n.removeprefix("model."): x for n, x in tensors.items()}, directory / "model.safetensors")
@@ -138,3 +155,26 @@ def test_consolidated(directory):
     assert "layers.0.attention.wq.weight" in stored and "norm.weight" in stored
     save_file(stored, directory / "consolidated.safetensors")
     require_same(directory, tensors)
+
+
+def test_consolidated_shards(directory):
+    tensors, placed = take(directory), {}
+    stored = renamed(in_pairs(tensors, LLAMA), MISTRAL_NAMES)
+    for number in range(2):
+        file, part = (
+            f"consolidated-{number + 1:05}-of-00002.safetensors",
+            dict(list(stored.items())[number::2]),
+        )
+        save_file(part, directory / file)
+        placed |= dict.fromkeys(part, file)
+    (directory / "consolidated.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    require_same(directory, tensors)
+
+
+def test_long_headers_are_refused_unread(directory):
+    take(directory)
+    header = json.dumps({"x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}})
+    header += " " * (LARGEST_HEADER + 1 - len(header))
+    data = len(header).to_bytes(8, "little") + header.encode()
+    (directory / "model.safetensors").write_bytes(data + bytes(1))
+    assert f"its header must be at most {LARGEST_HEADER} bytes" in refusal(directory)
