@@ -18,12 +18,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from entropic_jax.pallas import skinny_matmul
 
 from . import sharding, weights
-from .config import LARGEST_SETTINGS, Config, ModelError, abbreviate, is_integer, read_json
+from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
+from .generation_json import read_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .kernel_layout import block_kernels
 from .layers import OperandDtype
@@ -150,6 +151,8 @@ def load(
     config = read_config(directory, mesh)
     generation = read_generation(directory / "generation_config.json", config)
     tokenizer = read_tokenizer(directory)
+    if tokenizer is not None:
+        check_surrounding(tokenizer, directory, config)
     raw = read_config_json(directory)
     stored_format, is_tower = weight_format(raw), tower_of(raw) is not None
     if stored_format is not None:
@@ -228,21 +231,20 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
     return dataclasses.replace(model, params=params, quantization=quantization)
 
 
-def read_generation(path: Path, config: Config) -> dict[str, Any]:
-    """The object in generation_config.json, {} if there is none. Raises ModelError for wrong tokens."""
-    if not is_there(path):
-        return {}
-    generation = read_json(path, LARGEST_SETTINGS)
-    for name in ("bos_token_id", "eos_token_id"):
-        stated = generation.get(name)
-        ids = stated if isinstance(stated, list) else [] if stated is None else [stated]
-        wrong = [token for token in ids if not is_integer(token) or not 0 <= token < config.vocab_size]
-        if wrong:
-            raise ModelError(
-                f"{path}: {name} must be token ids below vocab_size, {config.vocab_size}; "
-                f"got {abbreviate(wrong[0])}"
-            )
-    return generation
+def check_surrounding(tokenizer: Tokenizer, directory: Path, config: Config) -> None:
+    """Raise ModelError for a tokenizer that puts tokens around a text that the model does not know.
+
+    Args:
+        tokenizer: the tokenizer.
+        directory: the directory of the model.
+        config: the model's configuration.
+    """
+    unknown = [token for token in tokenizer.encode("") if token >= config.vocab_size]
+    if unknown:
+        raise ModelError(
+            f"{directory / 'tokenizer.json'}: post_processor must add token ids below vocab_size, "
+            f"{config.vocab_size}; got {unknown[0]}"
+        )
 
 
 def shard(model: Model, mesh: Mesh) -> Model:

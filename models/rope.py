@@ -98,6 +98,9 @@ def rope_problem(rope: RopeSpec) -> str | None:
         return f"rope_scaling.{name} must be above 1 with {kind!r}; got {original}"
     if kind == "yarn" and rope.theta <= 1:
         return f"rope_theta must be above 1 with 'yarn'; got {rope.theta}"
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    if kind == "llama3" and low > high:
+        return f"rope_scaling.low_freq_factor must be at most high_freq_factor, {high}; got {low}"
     if kind == "dynamic" and pairs < 2:
         return f"head_dim must have more than one rotated pair with 'dynamic'; got {pairs}"
     return None

@@ -147,6 +147,11 @@ def scaling_of(stated: Mapping[str, Any], merged: Mapping[str, Any]) -> RopeScal
         values["original_max_position_embeddings"] = context
     original = values["original_max_position_embeddings"]
     known = is_number(context) and is_number(original) and original > 0
+    stated_original = stated.get("original_max_position_embeddings") or merged.get(
+        "original_max_position_embeddings"
+    )
+    if kind == "yarn" and stated_original is None:  # from which its factor would follow
+        known = False
     if kind in ("yarn", "longrope") and values.get("factor") is None and known:
         values["factor"] = context / original
     result: dict[str, Any] = {}

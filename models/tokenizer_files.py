@@ -196,7 +196,7 @@ def is_llama(settings: Settings, directory: Path, text: str, backend: tokenizers
         backend: what it describes.
     """
     file = directory / "config.json"
-    raw = read_json(file) if is_there(file) else {}
+    raw = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
     stated = settings.get("tokenizer_class") or raw.get("tokenizer_class")
     of_class = isinstance(stated, str) and stated.removesuffix("Fast") == LLAMA
     model_type = raw.get("model_type")

@@ -20,6 +20,7 @@ from entropic_jax import models
 from entropic_jax.models import Config, ModelError, RopeScaling
 from entropic_jax.models.config import LARGEST_SETTINGS
 from tests.models.damage import VALUES, damage
+from tests.models.family_cases import LLAMA3
 
 SIZES = (61, 16, 24, 2, 4, 2)
 EXPERTS = {"num_local_experts": 3, "num_experts_per_tok": 2}
@@ -148,11 +149,19 @@ def pipe(file):
     return replace
 
 
-def index(*names):
+def post_processor(number):
+    """Puts a token of this id before a text."""
+    part = {"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    token = {"id": "<s>", "ids": [number], "tokens": ["<s>"]}
+    template = {"single": part, "pair": part, "special_tokens": {"<s>": token}}
+    return set_field("tokenizer.json", post_processor={"type": "TemplateProcessing", **template})
+
+
+def index(name, key="x"):
     def write(directory):
         (directory / "model.safetensors").rename(directory / "other.safetensors")
         placed = dict.fromkeys(load_file(directory / "other.safetensors"), "other.safetensors")
-        text = json.dumps({"weight_map": {**placed, **dict.fromkeys(("x",), names[0])}})
+        text = json.dumps({"weight_map": {**placed, key: name}})
         (directory / "model.safetensors.index.json").write_text(text)
 
     return write
@@ -177,6 +186,14 @@ CASES = {
     "yarn": (
         set_field("config.json", rope_scaling=YARN._replace(original_max_position_embeddings=1).to_json()),
         r"original_max_position_embeddings must be above 1 with 'yarn'; got 1",
+    ),
+    "yarn without a factor": (
+        set_field("config.json", rope_scaling={"type": "yarn"}),
+        r"rope_scaling\.factor must be a positive number with 'yarn'; got None",
+    ),
+    "frequencies of llama3": (
+        set_field("config.json", rope_scaling=LLAMA3 | {"low_freq_factor": 5.0}),
+        r"rope_scaling\.low_freq_factor must be at most high_freq_factor, 4\.0; got 5\.0",
     ),
     "longrope": (
         set_field("config.json", rope_scaling=LONGROPE.to_json() | {"short_factor": [1.0]}),
@@ -211,6 +228,17 @@ CASES = {
     "two lines": (index("x\ny"), r"weight_map must name files in its directory; got 'x.ny'"),
     "outside": (index("../x.safetensors"), r"weight_map must name files in its directory; got '\.\./x"),
     "long name": (index("x" * 5000), r"weight_map must name files in its directory; got 'x"),
+    "no name": (index(""), r"index\.json: weight_map must name files in its directory; got ''"),
+    "the directory above": (index(".."), r"index\.json: weight_map must name files in .*; got '\.\.'"),
+    "a tensor's name": (
+        lambda d: save_file({"a\n\x1b[2J" + "x" * 10**5: np.ones(1)}, d / "model.safetensors"),
+        r"model\.safetensors: names of tensors must be at most 255 printable ASCII characters; got 'a\\\\n",
+    ),
+    "a key of the index": (
+        index("other.safetensors", key="\x1b[2J"),
+        r"index\.json: names of tensors must be at most 255 printable ASCII",
+    ),
+    "a post-processor": (post_processor(99), r"tokenizer\.json: post_processor .* vocab_size, 61; got 99"),
     "no unknown token": (
         lambda d: edit_vocabulary(d, "a"),
         r"tokenizer\.json is not readable by tokenizers: WordLevel error: Missing",
