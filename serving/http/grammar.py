@@ -131,9 +131,10 @@ class Grammars:
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
-        backend = self.model.tokenizer.backend.to_str()
         return llguidance.LLTokenizer(
-            backend, n_vocab=self.model.vocabulary, eos_token=list(self.model.stop_tokens) or None
+            known_tokens(self.model.tokenizer.backend.to_str(), self.model.vocabulary),
+            n_vocab=self.model.vocabulary,
+            eos_token=list(self.model.stop_tokens) or None,
         )
 
     @functools.lru_cache  # noqa: B019  (one instance lives as long as the server)
@@ -202,6 +203,15 @@ def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Seque
         # Parts of the marker before this token end where the token begins.
         bits[token] = any(end in text if is_all else text.startswith(end) for end, is_all in endings)
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def known_tokens(tokenizer_json: str, vocabulary: int) -> str:
+    """A tokenizer.json without added tokens that the model has no ids for, which its files may name."""
+    described = json.loads(tokenizer_json)
+    known = [token for token in described["added_tokens"] if token["id"] < vocabulary]
+    if len(known) == len(described["added_tokens"]):
+        return tokenizer_json
+    return json.dumps({**described, "added_tokens": known})
 
 
 def _is_text(text: bytes) -> bool:

@@ -3,7 +3,12 @@
 import json
 
 import httpx2
+import llguidance
 import pytest
+from tokenizers import AddedToken
+
+from entropic_jax import models
+from entropic_jax.serving.http.grammar import known_tokens
 
 from .live import refused
 
@@ -82,3 +87,14 @@ def test_a_grammar_that_breaks_on_the_way_is_the_error_of_the_request(live, cons
 def test_a_grammar_that_can_be_satisfied_is_finished(live):
     answer = httpx2.post(live.url + PATH, json=body({"grammar": 'start: "abc"'}), timeout=60).json()
     assert answer["choices"][0]["text"] == "abc" and answer["choices"][0]["finish_reason"] == "stop"
+
+
+def test_tokens_that_the_model_has_no_ids_for_are_left_out():
+    tokenizer = models.load(progress=False).tokenizer
+    vocabulary, plain = tokenizer.vocabulary, tokenizer.backend.to_str()
+    assert known_tokens(plain, vocabulary) == plain
+    tokenizer.backend.add_tokens([AddedToken("[PAD]", special=True)])
+    with pytest.raises(ValueError, match="vocab size too small"):
+        llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocabulary)
+    known = known_tokens(tokenizer.backend.to_str(), vocabulary)
+    assert llguidance.LLTokenizer(known, n_vocab=vocabulary).vocab_size == vocabulary
