@@ -14,10 +14,10 @@ from typing import Any
 from tokenizers import AddedToken
 
 from .chat_templates import read_templates
-from .config import LARGEST_SETTINGS, ModelError, read_json, require_file
+from .config import ModelError, require_file
 from .gguf_tokenizer import KEY, sentencepiece
 from .tokenizer import Tokenizer
-from .tokenizer_files import check_settings, is_there
+from .tokenizer_files import added_tokens, is_there, read_settings
 
 NAME = "tokenizer.model"
 LARGEST = 64_000_000  # bytes
@@ -32,15 +32,11 @@ CHARACTERS, PREFIX, COLLAPSES = 2, 3, 4
 
 def sentencepiece_tokenizer(directory: Path) -> Tokenizer | None:
     """The tokenizer of a directory with tokenizer.model; None without one. Raises ModelError."""
-    path, settings_file = directory / NAME, directory / "tokenizer_config.json"
+    path = directory / NAME
     if not is_there(path):
         return None
     require_file(path)
-    settings = read_json(settings_file, LARGEST_SETTINGS) if is_there(settings_file) else {}
-    try:
-        check_settings(settings)
-    except ModelError as error:
-        raise ModelError(f"{settings_file}: {error}") from None
+    settings = read_settings(directory)
     try:
         if path.stat().st_size > LARGEST:
             raise ValueError(f"it must be at most {LARGEST} bytes")
@@ -65,6 +61,7 @@ def sentencepiece_tokenizer(directory: Path) -> Tokenizer | None:
     stated = {name: tokens[i] for name, i in named.items() if 0 <= i < len(tokens)}
     added = {"add_bos_token": "bos_token" in stated, "add_eos_token": False}
     settings = {**stated, **added, **{name: value for name, value in settings.items() if value is not None}}
+    backend.add_tokens(added_tokens(directory, settings, backend, backend.get_added_tokens_decoder()))
     tokenizer = Tokenizer(backend, settings)
     tokenizer.set_templates(read_templates(directory, settings))
     return tokenizer

@@ -62,10 +62,7 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
         reason = abbreviate(" ".join(str(error).split()))[1:-1]
         raise ModelError(f"{file} is not readable by tokenizers: {reason}") from None
-    settings = read_settings(directory)
-    names = {name: value for name, value in settings.items() if name not in SURROUNDING}
-    if "added_tokens_decoder" not in names:
-        names |= read_names(directory, names.get(EXTRA))
+    names = {name: value for name, value in read_settings(directory).items() if name not in SURROUNDING}
     present = backend.get_added_tokens_decoder()
     if is_llama(names, directory, text, backend):
         names = {**LLAMA_TOKENS, **names}
@@ -75,7 +72,7 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """tokenizer_config.json, {} if there is none. Raises ModelError for fields of other types."""
+    """tokenizer_config.json, with the tokens of special_tokens_map.json. ModelError for other types."""
     file = directory / "tokenizer_config.json"
     settings = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
     try:
@@ -88,7 +85,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
     of_model = {n: settings.pop(n) for n in list(settings) if isinstance(settings[n], str) and is_other(n)}
     if isinstance(settings.get(EXTRA), Mapping):
         of_model |= settings.pop(EXTRA)
-    return settings | {OF_MODEL: of_model} if of_model else settings
+    if of_model:
+        settings[OF_MODEL] = of_model
+    named = {} if "added_tokens_decoder" in settings else read_names(directory, settings.get(EXTRA))
+    return settings | named
 
 
 def is_other(name: str) -> bool:

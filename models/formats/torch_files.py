@@ -238,13 +238,15 @@ def read_pickle(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -
 
 
 def first_bytes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, count: int) -> bytes:
-    """The first bytes of an entry, whatever its size.
+    """The first bytes of an entry, whatever its size. Raises ValueError for a compression without bounds.
 
     Args:
         archive: the archive.
         entry: an entry of it.
         count: the number of bytes.
     """
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{abbreviate(entry.filename)} must be stored or deflated")
     with archive.open(entry) as file:
         return file.read(count)
 

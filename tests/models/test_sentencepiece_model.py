@@ -81,6 +81,18 @@ def test_settings_of_the_directory(tmp_path):
     assert tokenizer.chat([{"role": "user", "content": "ab"}]) == "</s>ab"
 
 
+def test_tokens_of_other_files_are_added(tmp_path):
+    """Their ids follow those of the model's pieces, as in transformers."""
+    (tmp_path / "tokenizer.model").write_bytes(model_of())
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<y>": 900, "<x>": 800}))
+    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<y>", "pad_token": "<z>"}))
+    (tmp_path / "chat_template.jinja").write_text("ab{{ eos_token }}")
+    tokenizer = sentencepiece_tokenizer(tmp_path)
+    assert [tokenizer.token_id(t) for t in ("<x>", "<y>", "<z>")] == [264, 265, 266]
+    assert tokenizer.encode("ab<y>") == [1, *encoded(["▁", "ab"]), 265] and tokenizer.eos_token == "<y>"
+    assert tokenizer.chat([]) == "ab<y>"
+
+
 def encoded(names):
     return [259 + ["▁", "a", "b", "ab", "▁a"].index(name) for name in names]
 

@@ -95,6 +95,15 @@ def test_of_the_byte_order_only_its_first_bytes_are_read(tmp_path, monkeypatch):
     assert max(sizes) <= 8
 
 
+@pytest.mark.parametrize("compression", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+def test_compression_without_bounds_is_refused(compression, tmp_path):
+    """`zipfile` unpacks these in full, whatever number of bytes it is asked for."""
+    with zipfile.ZipFile(tmp_path / "x.bin", "w", compression) as file:
+        file.writestr("archive/data.pkl", b"}.")
+    with pytest.raises(ModelError, match=r"'archive/data\.pkl' must be stored or deflated"):
+        open_torch_file(tmp_path / "x.bin")
+
+
 def test_a_long_list_of_storages_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(torch_files, "LARGEST_READ", 100_000)
     path = write(tmp_path / "x.bin", **{f"data/{i}": b"" for i in range(2000)}, data_pkl=b"}.")
