@@ -1,6 +1,7 @@
 """Safetensors files, memory-mapped."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ def open_safetensors(path: Path) -> dict[str, StoredTensor]:
             f"{path} must be a complete safetensors file; got {size} bytes that cannot be read ({error})"
         ) from None
     require_names(path, header)
-    data = np.memmap(path, np.uint8, "r")
-    return {name: tensor_of(entry, data[begin:], path) for name, entry in header.items()}
+    data = np.memmap(path, np.uint8, "r")[begin:]
+    return {name: tensor_of(entry, data, path) for name, entry in header.items()}
 
 
 def check_header_size(path: Path) -> None:
@@ -57,6 +58,4 @@ def tensor_of(entry: dict[str, Any], data: np.ndarray, path: Path) -> StoredTens
     begin, end = entry["data_offsets"]
     array = data[begin:end].view(numpy_dtype(entry["dtype"]))
     shape = entry["shape"]
-    return StoredTensor(
-        array.reshape(shape if array.size == np.prod(shape, dtype=int) else -1), entry["dtype"], path
-    )
+    return StoredTensor(array.reshape(shape if array.size == math.prod(shape) else -1), entry["dtype"], path)
