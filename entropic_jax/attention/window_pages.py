@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
-from ..state.cache import Cache, Layer, pages_of
+from ..state.cache import Cache, Layer
 from .page_reader import LayerAttention, ReadStats, dense_layer_stats, over_layers
 
 
@@ -67,7 +67,7 @@ class WindowReader(LayerAttention):
         self.num_listed = max(0, len(cache.layers) - pages.dense_layers)
         self.layer_stats: list[ReadStats] = []
         kv_heads, max_pages = cache.layers[0].keys.shape[1], cache.table.shape[1]
-        row_pages = pages_of(length, cache.page_size)
+        row_pages = jax.lax.div(length + (cache.page_size - 1), jnp.int32(cache.page_size))
         recent = jnp.ceil(row_pages.astype(jnp.float32) * pages.recent_fraction).astype(jnp.int32)
         number = jnp.minimum(row_pages, pages.sink_pages + jnp.maximum(recent, pages.recent_pages))
         most_recent = max(pages.recent_pages, math.ceil(max_pages * pages.recent_fraction))

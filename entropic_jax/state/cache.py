@@ -177,7 +177,8 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
         pages that it needs gets none.
     """
     rows, per_row = cache.table.shape
-    num_pages = jnp.minimum(pages_of(length, cache.page_size), per_row)
+    # Of numbers that are not negative: `//` would round down and take XLA ten operations more.
+    num_pages = jnp.minimum(jax.lax.div(length + (cache.page_size - 1), jnp.int32(cache.page_size)), per_row)
     missing = jnp.maximum(num_pages - cache.granted, 0)
 
     # Rows are served in order; one that does not fit is passed over, its neighbours are not.
@@ -203,14 +204,6 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
         ),
         enough,
     )
-
-
-def pages_of(length: jax.Array, page_size: int) -> jax.Array:
-    """Pages that positions fill or begin, of int32 lengths that are not negative.
-
-    `//` rounds down for negative numbers, too, which takes XLA ten operations more.
-    """
-    return jax.lax.div(length + jnp.int32(page_size - 1), jnp.int32(page_size))
 
 
 def note_surprisal(cache: Cache, start: jax.Array, count: jax.Array, surprisal: jax.Array) -> Cache:
