@@ -190,6 +190,16 @@ def test_when_leaves_the_other_rows_alone():
     assert (np.diff(temperatures[:, 1]) > 0).all()
 
 
+def test_when_keeps_the_state_of_the_other_rows():
+    action = plain_action(jnp.array(START))
+    subject = When(warm, Nudge(0.1))
+    state = subject.init(action)
+    for number in (1, 2):
+        changed, state = subject.update(signal(0.5, action.temperature), action, state)
+        assert state.tolist() == [0.0, 0.5 * number, 0.5 * number, 0.0]  # two rows are warm
+        assert (changed.temperature != action.temperature).tolist() == [False, True, True, False]
+
+
 def test_when_asks_its_condition_of_no_signal_that_its_controller_does_not_act_on():
     action = plain_action(jnp.array(START))
     subject = When(lambda signal, action: signal.requested_temperature > 1, Nudge(0.1))

@@ -62,6 +62,12 @@ def test_the_law_is_what_its_docstring_says(change):
     np.testing.assert_allclose(drops(law, entropies), oracle(law, entropies), atol=1e-6)
 
 
+@pytest.mark.parametrize(("hysteresis", "expected"), [(0.125, 0.0), (0.1249, 0.125)])
+def test_an_increase_of_the_size_of_the_hysteresis_is_not_made(hysteresis, expected):
+    law = Pruning(0.25, low_entropy=0.5, high_entropy=2.5, hysteresis=hysteresis, rate=1.0, patience=0)
+    assert drops(law, [1.5]).tolist() == [expected]  # half of the largest limit, without rounding
+
+
 def test_doubt_closes_at_once_and_certainty_opens_slowly():
     series = drops(LAW, [0.1] * 10 + [4.0] + [0.1] * 10)
     assert series[9] == pytest.approx(0.2) and series[10] == 0

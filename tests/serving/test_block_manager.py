@@ -55,6 +55,17 @@ def test_pages_without_a_user_are_given_up_oldest_and_latest_in_the_text_first()
     assert known.match(texts[0]) == [0] and known.match(texts[1]) == []
 
 
+def test_nothing_is_kept_of_a_page_that_was_evicted():
+    known = PrefixCache()
+    for number in range(20):
+        text = keys(*range(number, number + 8))
+        for index, key in enumerate(text):
+            assert known.insert(key, index)
+        known.release(text)
+        assert len(known.evict(2)) == 2
+    assert [value for value in vars(known).values() if isinstance(value, dict) and value] == []
+
+
 def test_every_page_counts():
     blocks, updates = BlockManager(4, 16, PAGE, PrefixCache()), state_updates()
     assert blocks.reset_prefix_cache(updates) == (0, 0)
