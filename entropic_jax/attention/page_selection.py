@@ -31,7 +31,7 @@ class Selection:
     `information` weighs the estimated attention mass of a page: `value` by the largest ‖v‖, which bounds what
     leaving it out can change; `surprisal` by the mean −ln p(x_i | x_<i) of its tokens; `mahalanobis` by the
     mean squared distance of its values under a diagonal Gaussian of the row's values; `mass` applies no
-    weight. The last two need a cache that keeps what they ask for, see `cache.allocate`.
+    weight. `surprisal` and `mahalanobis` need a cache that keeps what they ask for, see `cache.allocate`.
 
     The first layer that chooses may leave `first_layer_scale` times `dropped_mass_limit` unread, 0.95 at
     most: where the attention of the lowest layer is spread over all pages, reading part of them suffices.
@@ -174,8 +174,16 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
     return tuple(empty() for _ in range(selection.groups(len(cache.layers))))
 
 
-def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> jax.Array:
-    """The weight of every page, float32 `[pages + 1, kv_heads]`, which multiplies its mass.
+class WeighedPages(NamedTuple):
+    """What a step chooses its pages by, and the table that says which of them are a row's."""
+
+    summary: PageSummary  # each [n, kv_heads, head_dim]
+    weight: jax.Array  # float32 [n, kv_heads], ≥ 0, which multiplies the mass of a page
+    table: jax.Array  # int32 [rows, most pages of a row], numbers below n; entries are those of the cache
+
+
+def weigh_pages(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> WeighedPages:
+    """The weight of every page. Rows that share a page do not change what it weighs in each other.
 
     Args:
         kind: what pages are weighed by; see `Selection`.
@@ -183,11 +191,27 @@ def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array
         cache: whose page table says which pages a row has, and which may hold the surprisals.
         length: int32 `[rows]`, positions that each row holds.
     """
-    kv_heads = layer.value_norm.shape[1]
+    summary, table = PageSummary(layer.key_min, layer.key_max, layer.key_sum), cache.table
     if kind == "value":
-        return layer.value_norm
+        return WeighedPages(summary, layer.value_norm, table)
     if kind == "mass":
-        return jnp.ones_like(layer.value_norm)
+        return WeighedPages(summary, jnp.ones_like(layer.value_norm), table)
+    # A page that rows share weighs something else in each: every row has copies of its summaries.
+    flat = lambda x: x.reshape(table.size, *x.shape[2:])
+    numbers = jnp.arange(table.size, dtype=jnp.int32).reshape(table.shape)
+    weight = flat(_row_information(kind, layer, cache, length))
+    return WeighedPages(jax.tree.map(lambda x: flat(x[table]), summary), weight, numbers)
+
+
+def _row_information(kind: Information, layer: Layer, cache: Cache, length: jax.Array) -> jax.Array:
+    """`surprisal` or `mahalanobis` of each page of a row, float32 `[rows, pages, kv_heads]`.
+
+    Args:
+        kind: which of the two.
+        layer: as for `weigh_pages`, like the others.
+        cache: with the page table of the rows.
+        length: int32 `[rows]`, positions that each row holds.
+    """
     size = cache.page_size
     page = jnp.arange(cache.table.shape[1])
     filled = jnp.clip(length[:, None] - page * size, 0, size)  # [rows, pages]
@@ -199,7 +223,7 @@ def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array
                 "information must not be 'surprisal' without a cache allocated with surprisal=True"
             )
         mean = jnp.where(real, cache.surprisal[cache.table], 0.0) / many
-        weight = jnp.broadcast_to(mean[..., None], (*mean.shape, kv_heads))
+        weight = jnp.broadcast_to(mean[..., None], (*mean.shape, layer.value_norm.shape[1]))
     else:
         if layer.value_sum is None or layer.value_square is None:
             raise ValueError(
@@ -214,9 +238,7 @@ def information(kind: Information, layer: Layer, cache: Cache, length: jax.Array
         variance = jnp.maximum((square.sum(1) / count)[:, None] - mean**2, 1e-6)
         many = many[..., None, None]
         weight = ((square / many - 2 * mean * total / many + mean**2) / variance).mean(-1)
-    # From rows and their pages back to the pool; unowned pages keep 0.
-    blank = jnp.zeros_like(layer.value_norm)
-    return blank.at[cache.table].set(jnp.where(real[..., None], jnp.maximum(weight, 0.0), 0.0))
+    return jnp.where(real[..., None], jnp.maximum(weight, 0.0), 0.0)
 
 
 class StepSelection:
@@ -296,16 +318,14 @@ class StepSelection:
     def _select(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageChoice:
         """The smallest set of pages, for this query, whose estimated mass reaches 1 − ε."""
         selection, cache = self.selection, self.cache
-        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
-        weight = information(selection.information, layer, cache, last)
-        arguments = jax.lax.stop_gradient((q, summary, weight, cache.table, last, limit))
+        pages = weigh_pages(selection.information, layer, cache, last)
+        arguments = jax.lax.stop_gradient((q, *pages, last, limit))
         return paged_attention.select_pages(*arguments, cache.page_size, selection.rules)
 
     def _gates(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageGates:
         selection, cache = self.selection, self.cache
-        summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
-        weight = information(selection.information, layer, cache, last)
-        pages = estimate_pages(q, summary, weight, cache.table, last, cache.page_size, selection.rules)
+        weighed = weigh_pages(selection.information, layer, cache, last)
+        pages = estimate_pages(q, *weighed, last, cache.page_size, selection.rules)
         gate = page_gates(pages.weight, pages.always_kept, limit, selection.softness)
         gate = jnp.where((limit > 0)[:, None, None], gate, 1.0)
         return PageGates(gate, (pages.mass * (1 - gate)).sum(-1), pages.in_use)

@@ -188,11 +188,47 @@ def test_pages_far_from_the_mean_value_weigh_more(length):
     pool, _ = cache.grant(pool, jnp.array([length], jnp.int32))
     span = attend.TokenSpan(jnp.zeros(1, jnp.int32), jnp.array([length], jnp.int32))
     layer = attend.write(pool.layers[0], pool.table, span, jnp.asarray(v), jnp.asarray(v))
-    weight = page_selection.information("mahalanobis", layer, pool, jnp.array([length], jnp.int32))
+    _, weight, table = page_selection.weigh_pages("mahalanobis", layer, pool, jnp.array([length], jnp.int32))
     far = (v[0] - v[0].mean(0)) ** 2 / v[0].var(0)
     for number, start_ in enumerate(range(0, length, page)):  # the last page may have one position
         expected = far[start_ : start_ + page].mean((0, 2))
-        np.testing.assert_allclose(weight[pool.table[0, number]], expected, rtol=2e-3)
+        np.testing.assert_allclose(weight[table[0, number]], expected, rtol=2e-3)
+
+
+def test_rows_that_share_pages_weigh_them_by_their_values_alone():
+    """A fork with very different values after the shared pages, beside its source and by itself."""
+    rng, page, lengths = np.random.default_rng(0), 8, jnp.array([30, 40], jnp.int32)
+    v = rng.standard_normal((2, 40, 2, 16)).astype(np.float32)
+    v[1, :24], v[1, 24:] = v[0, :24], 20 * v[1, 24:]
+    pool = cache.allocate(SHAPE, 2, 64, page_size=page, moments=True, surprisal=True)
+    pool, _ = cache.grant(pool, jnp.array([24, 0], jnp.int32))
+    ends = jnp.array([24, 0], jnp.int32)
+    span = attend.TokenSpan(jnp.zeros(2, jnp.int32), ends)
+    layer = attend.write(pool.layers[0], pool.table, span, jnp.asarray(v), jnp.asarray(v))
+    pool = pool._replace(surprisal=jnp.arange(17, dtype=jnp.float32), layers=(layer,))
+    pool, _ = cache.fork(pool, jnp.array([0]), jnp.array([1]), jnp.array([24], jnp.int32))
+    pool, _ = cache.grant(pool, lengths)
+    span, rest = attend.TokenSpan(jnp.full(2, 24, jnp.int32), lengths - 24), jnp.asarray(v[:, 24:])
+    layer = attend.write(pool.layers[0], pool.table, span, rest, rest)
+    assert pool.table[0, :3].tolist() == pool.table[1, :3].tolist()
+    _, weight, table = page_selection.weigh_pages("mahalanobis", layer, pool, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        values = v[row, :length].astype(np.float64)
+        far = (values - values.mean(0)) ** 2 / values.var(0)
+        for number, begin_ in enumerate(range(0, length, page)):
+            expected = far[begin_ : begin_ + page].mean((0, 2))
+            np.testing.assert_allclose(weight[table[row, number]], expected, rtol=2e-3)
+    q = jnp.asarray(rng.standard_normal((2, 2, 2, 16)), jnp.float32)
+    for kind in KINDS:
+        step = Selection(information=kind, rules=LOOSE, dense_layers=0)
+        choose = lambda last, q=q, step=step: step.reader(
+            pool, jnp.full(2, 0.5), (), jnp.zeros(2, jnp.int32)
+        ).chooser.choose(0, layer, q, last)
+        both = choose(lengths)
+        for row in (0, 1):  # the other row holds nothing
+            alone = choose(jnp.zeros(2, jnp.int32).at[row].set(lengths[row]))
+            assert pages(both, row) == pages(alone, row)
+            np.testing.assert_array_equal(both.dropped_mass[row], alone.dropped_mass[row])
 
 
 def chosen(choice: Selection, number: int, limit, memory=(), tokens=(0, 0), last=(200, 200), sign: int = 1):
@@ -289,15 +325,16 @@ def test_pages_without_tokens_have_no_information():
     pool = cache.allocate(SHAPE, 1, 64, page_size=8, moments=True, surprisal=True)
     pool, length = cache.grant(pool, jnp.array([17], jnp.int32))[0], jnp.array([17], jnp.int32)
     pool = pool._replace(surprisal=jnp.full(9, 8.0))
-    weight = page_selection.information("surprisal", pool.layers[0], pool, length)
-    expected = np.zeros(9)
-    expected[np.asarray(pool.table[0, :3])] = [1, 1, 8]
-    np.testing.assert_allclose(weight, np.broadcast_to(expected[:, None], (9, 2)))
-    np.testing.assert_array_equal(page_selection.information("mass", pool.layers[0], pool, length), 1)
+    _, weight, table = page_selection.weigh_pages("surprisal", pool.layers[0], pool, length)
+    expected = np.zeros(8)
+    expected[:3] = [1, 1, 8]
+    np.testing.assert_allclose(weight[table[0]], np.broadcast_to(expected[:, None], (8, 2)))
+    mass = page_selection.weigh_pages("mass", pool.layers[0], pool, length)
+    np.testing.assert_array_equal(mass.weight, 1)
     span, v = attend.TokenSpan(jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)), jnp.ones((1, 1, 2, 16))
     layer = attend.write(pool.layers[0], pool.table, span, v, v)
-    alone = page_selection.information("mahalanobis", layer, pool, jnp.ones(1, jnp.int32))
-    assert not alone.any()  # a single value is the mean
+    alone = page_selection.weigh_pages("mahalanobis", layer, pool, jnp.ones(1, jnp.int32))
+    assert not alone.weight.any()  # a single value is the mean
 
 
 def test_layers_share_lists_in_groups():
@@ -359,4 +396,4 @@ def test_information_that_the_cache_does_not_keep_is_refused():
     pool, layer, q = filled(20, 8)
     for kind in ("surprisal", "mahalanobis"):
         with pytest.raises(ValueError, match=kind):
-            page_selection.information(kind, layer, pool, jnp.full(2, 20, jnp.int32))
+            page_selection.weigh_pages(kind, layer, pool, jnp.full(2, 20, jnp.int32))
