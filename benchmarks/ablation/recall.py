@@ -18,7 +18,7 @@ from entropic_jax.attention import page_selection as pages
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.methods.presets import FINE_PAGES, Preset, preset
 from entropic_jax.models.train import recall as generator
-from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules
 
 EVERYTHING_MAY_GO = 0.999  # ε at which the rules alone decide which pages are kept
 QUESTION_LENGTH = 320  # tokens at the end of a window that are read under control; the questions lie in them
@@ -120,7 +120,7 @@ def selectors(
         if name == "random":
             jax.clear_caches()  # the same static arguments would find the program without the patch
         with mock.patch.object(
-            pages, "information", random_weights if name == "random" else pages.information
+            pages, "weigh_pages", random_weights if name == "random" else pages.weigh_pages
         ):
             outcome = ablation.forced(workload.subject, setting.controller, set_up(state, setting), tails)
             answers, _ = windows.ask(workload, setting)
@@ -167,6 +167,8 @@ def settings(workload: Workload, context: int, quick: bool) -> list[tuple[str, f
     return configurations
 
 
-def random_weights(kind: str, layer: Any, cache: Any, length: Any) -> jax.Array:
-    """Information weights that make the selection random, whatever the attention mass."""
-    return jnp.exp(60 * jax.random.uniform(jax.random.key(0), layer.value_norm.shape) - 30)
+def random_weights(kind: str, layer: Any, cache: Any, length: Any) -> pages.WeighedPages:
+    """Pages with weights that make the selection random, whatever the attention mass."""
+    uniform = jax.random.uniform(jax.random.key(0), layer.value_norm.shape)
+    summary = PageSummary(layer.key_min, layer.key_max, layer.key_sum)
+    return pages.WeighedPages(summary, jnp.exp(60 * uniform - 30), cache.table)

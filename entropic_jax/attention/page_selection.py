@@ -207,7 +207,7 @@ def _row_information(kind: Information, layer: Layer, cache: Cache, length: jax.
     """`surprisal` or `mahalanobis` of each page of a row, float32 `[rows, pages, kv_heads]`.
 
     Args:
-        kind: which of the two.
+        kind: surprisal or mahalanobis.
         layer: as for `weigh_pages`, like the others.
         cache: with the page table of the rows.
         length: int32 `[rows]`, positions that each row holds.
@@ -319,13 +319,17 @@ class StepSelection:
         """The smallest set of pages, for this query, whose estimated mass reaches 1 − ε."""
         selection, cache = self.selection, self.cache
         pages = weigh_pages(selection.information, layer, cache, last)
-        arguments = jax.lax.stop_gradient((q, *pages, last, limit))
-        return paged_attention.select_pages(*arguments, cache.page_size, selection.rules)
+        q, pages, last, limit = jax.lax.stop_gradient((q, pages, last, limit))
+        return paged_attention.select_pages(
+            q, pages.summary, pages.weight, pages.table, last, limit, cache.page_size, selection.rules
+        )
 
     def _gates(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageGates:
         selection, cache = self.selection, self.cache
         weighed = weigh_pages(selection.information, layer, cache, last)
-        pages = estimate_pages(q, *weighed, last, cache.page_size, selection.rules)
+        pages = estimate_pages(
+            q, weighed.summary, weighed.weight, weighed.table, last, cache.page_size, selection.rules
+        )
         gate = page_gates(pages.weight, pages.always_kept, limit, selection.softness)
         gate = jnp.where((limit > 0)[:, None, None], gate, 1.0)
         return PageGates(gate, (pages.mass * (1 - gate)).sum(-1), pages.in_use)
