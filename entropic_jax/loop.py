@@ -20,7 +20,7 @@ from .phases.batch import gather_active, record, scatter
 from .phases.emission import emit
 from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
-from .phases.start_check import check_replayed
+from .phases.start_check import CheckedProgram, check_generated, check_replayed
 from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
 from .state import RUNNING, SchedulingSignal, State, Trace
 from .state.constraints import Constraints
@@ -135,6 +135,7 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
     return state._replace(action=action, control=law_state)
 
 
+@partial(CheckedProgram, check=check_generated)
 @partial(jax.jit, static_argnames=("decoder", "capacity", "width"), donate_argnames="state")
 def generate(
     decoder: Decoder,
@@ -154,7 +155,7 @@ def generate(
         params: its parameters.
         controller: the control law.
         state: the loop's state; it is consumed.
-        steps: traced, at most `capacity`.
+        steps: at least 0; those past `capacity` are not run. Traced.
         capacity: steps of the trace, at least 1. Static.
         width: as in `step`, at least 1. Static.
         speculator: drafts tokens for a state that was started with it; None decodes one by one.
@@ -163,7 +164,6 @@ def generate(
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
-    _check_sizes(capacity, width)
     if speculator is not None:
         check_speculation(controller, state)
 
@@ -176,13 +176,6 @@ def generate(
         return run(advance, state, steps, capacity)[::2]  # without the number of steps
 
     return sharding.launch(decoder, program, params, state, controller, speculator, steps)
-
-
-def _check_sizes(capacity: int, width: int | None) -> None:
-    """Raises ValueError for a size below 1."""
-    for name, value in (("capacity", capacity), ("width", width)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
 
 
 def run(
@@ -229,6 +222,7 @@ def tokens_first(trace: Trace) -> Trace:
     return jax.tree.map(lambda x: jnp.zeros_like(x).at[step_index, row].set(x, mode="drop"), trace)
 
 
+@partial(CheckedProgram, check=check_replayed)
 @partial(jax.jit, static_argnames="decoder")
 def replay(
     decoder: Decoder, params: Any, controller: Controller, state: State, tokens: jax.Array
@@ -248,9 +242,8 @@ def replay(
         The state, and the trace `[steps, rows]`.
 
     Raises:
-        ValueError: the tokens are no integers `[rows, steps]`.
+        ValueError: the tokens are no integers `[rows, steps]`, or outside the vocabulary.
     """
-    check_replayed(tokens, state.length.shape[0])
 
     def program(params, state, controller, tokens):
         def body(state, token):

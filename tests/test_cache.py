@@ -203,6 +203,32 @@ def test_sizes_of_a_cache_are_positive_integers(sizes, message):
         cache.allocate(SHAPE, **{"rows": 1, "context": 32, **sizes})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(pages=2**31), "pages must be at most 2147483646; got 2147483648"),
+        (dict(rows=2**40), "rows must be at most 2147483646; got 1099511627776"),
+        (dict(rows=2**20, context=2**20, page_size=1), "pages must be at most 2147483646; got 1099511627776"),
+        (dict(dtype="int32"), "dtype must be one of float32, .*, int8, float8_e4m3fn; got 'int32'"),
+        (dict(dtype=bool), "dtype must be one of float32, .*; got 'bool'"),
+        (dict(dtype="int4"), "dtype must be one of float32, .*; got 'int4'"),
+        (dict(dtype="complex64"), "dtype must be one of float32, .*; got 'complex64'"),
+        (dict(dtype="float8_e5m2"), "dtype must be one of float32, .*; got 'float8_e5m2'"),
+        (dict(dtype="x"), "dtype must be one of float32, .*; got 'x'"),
+        (dict(dtype=5), "dtype must be one of float32, .*; got 5"),
+        (dict(dtype=None), "dtype must be one of float32, .*; got None"),
+    ],
+)
+def test_what_a_cache_cannot_hold_is_refused_by_name(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        cache.allocate(SHAPE, **{"rows": 1, "context": 32, **sizes})
+
+
+@pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16, np.float16, jnp.dtype("int8"), "float8_e4m3fn"])
+def test_dtypes_of_keys_and_values(dtype):
+    assert cache.allocate(SHAPE, 1, 8, dtype=dtype).layers[0].keys.dtype == jnp.dtype(dtype)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 3, 4, 9])
 def test_what_is_taken_back_leaves_the_summaries_of_what_stays(length):

@@ -20,7 +20,13 @@ from ..state.decoder import Decoder
 from ..state.row_subset import RowSubset, require_rows
 from .batch import gather, scatter
 from .forward import forward
-from .start_check import check_limits, check_prompts, check_randomness_and_belief
+from .start_check import (
+    check_limits,
+    check_parts,
+    check_prompts,
+    check_randomness_and_belief,
+    check_speculator,
+)
 
 PREFILL_CHUNK = 512  # positions of a row that one prefill launch reads at most; always a power of two
 
@@ -93,6 +99,8 @@ def start(
     check_prompts(prompts, cache, decoder.shape.vocabulary)
     check_limits(max_tokens, seeds, stop, sample, len(prompts), decoder.shape.vocabulary)
     check_randomness_and_belief(key, belief_temperature)
+    check_parts(hardware, page_policy)
+    check_speculator(speculator)
     state = _empty_state(
         decoder,
         controller,

@@ -1,13 +1,18 @@
-"""Validation of the arguments of `start`: each error names the argument, what it accepts, and the value."""
+"""Validation of the arguments of `start`, `generate` and `replay`.
 
-from collections.abc import Sequence
+Each error names the argument, what it accepts, and the value. Values that are traced are not checked.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..state import Sampling
+from ..state import Hardware, Sampling
 from ..state.cache import Cache
 
 LARGEST_INT = 2**31 - 1  # what the device's integers hold
@@ -96,17 +101,127 @@ def check_randomness_and_belief(key: Any, belief_temperature: Any) -> None:
         key: as `start` takes it; values that are traced are not checked.
         belief_temperature: likewise.
     """
-    if not isinstance(key, (jax.Array, np.ndarray)) or not (
-        jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key) or key.dtype == jnp.uint32
-    ):
-        raise ValueError(f"key must be a random key, as `jax.random.key` makes it; got {key!r:.200}")
-    if isinstance(belief_temperature, jax.core.Tracer):
-        return
-    number = isinstance(belief_temperature, (int, float, np.ndarray, np.generic, jax.Array))
-    if not number or not 0 < float(belief_temperature) < np.inf:
+    if not is_random_key(key):
+        raise ValueError(f"key must be a random key, as `jax.random.key` makes it; got {_described(key)}")
+    if not _is_positive(belief_temperature):
         raise ValueError(
-            f"belief_temperature must be a number above 0 and finite; got {belief_temperature!r:.200}"
+            f"belief_temperature must be a number above 0 and finite; got {_described(belief_temperature)}"
         )
+
+
+def is_random_key(value: Any) -> bool:
+    """Whether a value is one random key of JAX, of the new kind or the old."""
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        return False
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return value.ndim == 0
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0)))
+    return value.dtype == data.dtype and value.shape == data.shape
+
+
+def _is_positive(value: Any) -> bool:
+    """Whether a value is a number above 0 and finite, and no truth value; a traced one may be any."""
+    if isinstance(value, jax.core.Tracer):
+        return value.ndim == 0
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.ndarray, np.generic, jax.Array)):
+        return False
+    kind = jnp.result_type(value)
+    is_real = jnp.issubdtype(kind, jnp.integer) or jnp.issubdtype(kind, jnp.floating)
+    return is_real and np.ndim(value) == 0 and 0 < float(value) < np.inf
+
+
+def _described(value: Any) -> str:
+    """A value in an error: its text, of an array with axes its dtype and shape."""
+    if isinstance(value, (np.ndarray, jax.Array)) and value.ndim > 0:
+        return f"an array of {value.dtype} and shape {value.shape}"
+    return f"{value!r:.200}"
+
+
+def check_parts(hardware: Any, page_policy: Any) -> None:
+    """Raises ValueError for a roofline or a page policy that `start` does not take.
+
+    Args:
+        hardware: a `Hardware`, or None.
+        page_policy: a `PagePolicy`, or None.
+    """
+    if hardware is not None and not (isinstance(hardware, Hardware) and all(map(_is_positive, hardware))):
+        raise ValueError(
+            "hardware must be None or a Hardware whose peak and bandwidth are above 0 and finite; "
+            f"got {_described(hardware)}"
+        )
+    if page_policy is not None and not _has_methods(page_policy, "memory", "reader", "prompt_reader"):
+        raise ValueError(
+            f"page_policy must be None or a page policy, such as a Selection; got {_described(page_policy)}"
+        )
+
+
+def check_speculator(speculator: Any) -> None:
+    """Raises ValueError unless this is a `Speculator` or None."""
+    if speculator is not None and not _has_methods(speculator, "init", "features"):
+        raise ValueError(
+            "speculator must be None or a Speculator, as `speculation.speculator` makes it; "
+            f"got {_described(speculator)}"
+        )
+
+
+def _has_methods(value: Any, *names: str) -> bool:
+    return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in names)
+
+
+class CheckedProgram:
+    """A jitted function, and a check of its arguments before it is traced, when their values are known.
+
+    Args:
+        program: the jitted function.
+        check: called with the arguments of the program by name; raises ValueError.
+    """
+
+    def __init__(self, program: Any, check: Callable[..., None]) -> None:
+        self.program, self.check = program, check
+        self.signature = inspect.signature(program)
+        functools.update_wrapper(self, program)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The program's result."""
+        self._check(args, kwargs)
+        return self.program(*args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(…).lower` of the program."""
+        self._check(args, kwargs)
+        return self.program.lower(*args, **kwargs)
+
+    def _check(self, args: Any, kwargs: Any) -> None:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.check(**bound.arguments)
+
+
+def check_generated(*, steps: Any, capacity: Any, width: Any, speculator: Any, **others: Any) -> None:
+    """Raises ValueError for sizes, or a speculator, that `generate` does not take.
+
+    Args:
+        steps: as `generate` takes it, like the others.
+        capacity: steps of the trace.
+        width: computed rows of a step, or None.
+        speculator: a `Speculator`, or None.
+        **others: not checked.
+    """
+    if _is_known(steps):
+        check_integer("steps", steps, 0, LARGEST_INT)
+    elif not is_integer(steps):
+        raise ValueError(f"steps must be an integer; got {steps.dtype} of shape {steps.shape}")
+    check_integer("capacity", capacity, 1, LARGEST_INT)
+    if width is not None:
+        check_integer("width", width, 1, LARGEST_INT)
+    check_speculator(speculator)
+
+
+def _is_known(value: Any) -> bool:
+    """Whether the host can read a value: it is not traced, nor in part on devices of other processes."""
+    if isinstance(value, jax.core.Tracer):
+        return False
+    return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def check_integer(name: str, value: Any, low: int, high: int) -> None:
@@ -122,16 +237,23 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name} must be an integer between {low} and {high}; got {value!r:.200}")
 
 
-def check_replayed(tokens: Any, rows: int) -> None:
-    """Raises ValueError unless tokens to replay are integers `[rows, steps]`.
+def check_replayed(*, decoder: Any, state: Any, tokens: Any, **others: Any) -> None:
+    """Raises ValueError unless tokens to replay are integers `[rows, steps]`, each in the vocabulary.
 
     Args:
+        decoder: the model's pure functions.
+        state: the loop's state.
         tokens: the array.
-        rows: number of rows of the state.
+        **others: not checked.
     """
+    rows, vocabulary = state.length.shape[0], decoder.shape.vocabulary
     shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
     if len(shape) != 2 or shape[0] != rows or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"tokens must be integers of shape ({rows}, steps); got {dtype} of shape {shape}")
+    if _is_known(tokens):
+        values = np.asarray(tokens)
+        if (outside := values[(values < 0) | (values >= vocabulary)]).size:
+            raise ValueError(f"tokens must be between 0 and {vocabulary - 1}; got {outside[0]}")
 
 
 def is_integer(value: Any) -> bool:

@@ -27,6 +27,8 @@ from ..pallas.paged_attention.quantised import Pool
 from ..pallas.paged_attention.quantised import bytes_per_number as bytes_per_number
 from .row_subset import RowSubset
 
+MOST = 2**31 - 2  # of anything that the device counts: page numbers are int32, and one is the scratch page
+
 
 class ModelShape(NamedTuple):
     """Model dimensions used by the cache and the ledger."""
@@ -113,24 +115,25 @@ def allocate(
         context: positions of a sequence at most.
         pages: number of pages of the pool, by default enough for every row to reach `context`.
         page_size: positions per page, by default that of the device.
-        dtype: the dtype of keys and values: a JAX floating-point type, or "int8" or "float8_e4m3fn" with a
-            scale per key or value and KV head.
+        dtype: the dtype of keys and values: float32, bfloat16, float16 or float64, or "int8" or
+            "float8_e4m3fn" with a scale per key or value and KV head.
         moments: whether to keep sums of v and v² per page, for page selection by "mahalanobis".
-        surprisal: whether to keep the sum of the tokens' surprisals per page, for page selection by
-            "surprisal".
+        surprisal: whether to keep sums of the tokens' surprisals per page, for selection by "surprisal".
 
     Raises:
-        ValueError: a size is no integer of at least 1.
+        ValueError: a size is no integer of at least 1, or too large, or the dtype is another.
     """
     page_size = default_page_size() if page_size is None else page_size
     sizes = {"rows": rows, "context": context, "page_size": page_size, "pages": 1 if pages is None else pages}
     for name, value in sizes.items():
         if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1; got {value!r}")
+            raise ValueError(f"{name} must be an integer of at least 1; got {value!r:.200}")
     per_row = -(-context // page_size)
     pages = rows * per_row if pages is None else pages
-
-    return _empty(shape, rows, per_row, pages, page_size, jnp.dtype(dtype).name, moments, surprisal)
+    for name, value in (sizes | {"pages": pages}).items():
+        if value > MOST:
+            raise ValueError(f"{name} must be at most {MOST}; got {value}")
+    return _empty(shape, rows, per_row, pages, page_size, quantised.dtype_name(dtype), moments, surprisal)
 
 
 @partial(jax.jit, static_argnums=range(8))

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0}
+DTYPES = ("float32", "bfloat16", "float16", "float64", *LARGEST)  # of keys and values
 
 
 class Quantised(NamedTuple):
@@ -38,6 +39,18 @@ Pool = jax.Array | Quantised
 def zeros(shape: tuple[int, int, int, int], dtype: Any) -> Pool:
     """A pool of zeros, quantised if the dtype has 8 bits."""
     return with_scales(jnp.zeros(shape, dtype))
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a dtype of keys and values. Raises ValueError for one that a cache cannot hold them in."""
+    try:
+        name = None if dtype is None else jnp.dtype(dtype).name
+    except TypeError:
+        name = None
+    if name not in DTYPES:
+        got = dtype if name is None else name
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {got!r:.200}")
+    return name
 
 
 def with_scales(tiles: jax.Array) -> Pool:
