@@ -12,7 +12,6 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TABLE = re.compile(r"<!-- modules: (?P<folder>\S+) -->\n\n(?P<rows>(?:\|.*\n)+)")
 LONG_CELL = 200  # characters
-INTERNAL = ("devices",)  # modules that a user of the package does not call
 FOLDERS = ("benchmarks", "docs", "entropic_jax", "examples", "models", "serving", "tests")
 NAMED = re.compile(rf"`(?P<path>(?:{'|'.join(FOLDERS)})/[\w./-]*?(?:/|\.\w+))`")
 
@@ -107,7 +106,7 @@ def test_the_api_reference_has_every_module_of_the_loop():
     documented = set(re.findall(r"^::: (\S+)$", pages, re.MULTILINE))
     folders = ("phases", "control", "attention", "sampling", "speculation", "calibration", "mesh")
     files = [path for folder in folders for path in (ROOT / "entropic_jax" / folder).glob("*.py")]
-    files += [path for path in (ROOT / "entropic_jax").glob("*.py") if path.stem not in INTERNAL]
+    files += (ROOT / "entropic_jax").glob("*.py")
     modules = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files if path.stem[0] != "_"
     }

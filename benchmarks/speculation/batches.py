@@ -72,7 +72,7 @@ def _cell(
             num_pages=(number + rows) * (longest // PAGE_SIZE + 1),
             warmup="min",
         )
-        while not arms[name]._engine.ready():  # otherwise it compiles while the others are timed
+        while not arms[name].ready():  # otherwise it compiles while the others are timed
             time.sleep(0.1)
     rates: dict[str, list[float]] = {name: [] for name in arms}
     equal = counted = looping = 0

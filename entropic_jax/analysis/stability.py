@@ -23,7 +23,6 @@ from ..state import RUNNING, Action, Measured, SchedulingSignal, Signal, State, 
 from ..state.pytree import STATIC, pytree
 from .statistics import Estimate, estimate
 
-NOISES = {"constant": (1.0, 1.0), "opposite": (-1.0, -1.0), "alternating": (1.0, -1.0)}
 OTHER_SEED = 1_000_003  # added to the seeds of a repeated sweep
 SWEPT = ("temperature", "tempered_entropy", "entropy", "dropped_mass_limit", "kept_fraction")
 
@@ -167,35 +166,6 @@ def contraction_rates(sensitivity: Sensitivity) -> np.ndarray:
     slope = np.asarray(sensitivity.slope, float)
     before = np.concatenate([np.ones_like(slope[:1]), slope[:-1]])
     return np.divide(slope, before, out=np.zeros_like(slope), where=before != 0)
-
-
-# Response to bounded noise of the estimate (Appendix A).
-
-
-def noise_gain(
-    decoder: Any, params: Any, law: Any, state: State, tokens: jax.Array, amplitude: float
-) -> dict[str, np.ndarray]:
-    """The largest late error of H_T per nat of noise on the measured entropy, by kind of noise, `[rows]`.
-
-    The first half of the replay is left out, so the start does not count. The kinds are `NOISES`: the
-    constant one is the worst for η V ≤ 1, the alternating one above.
-
-    Args:
-        decoder: the model's pure functions, as a rule `HeldLogits`, so that a set-point can be met.
-        params: its parameters.
-        law: a temperature law with a `target_entropy`.
-        state: the loop's state.
-        tokens: int32 `[rows, steps]`, the tokens to replay.
-        amplitude: largest error of the measured entropy, nats, > 0.
-    """
-    gains = {}
-    for name, signs in NOISES.items():
-        disturbed = Disturbed(law, amplitude * jnp.array(signs, jnp.float32))
-        begun = state._replace(control=disturbed.init(state.action))
-        _, trace = loop.replay(decoder, params, disturbed, begun, tokens)
-        late = np.asarray(trace.tempered_entropy)[tokens.shape[1] // 2 :]
-        gains[name] = np.abs(late - np.asarray(law.target_entropy)).max(0) / amplitude
-    return gains
 
 
 # Invariants of the coupled loop (the theorem of §7.4) and waiting times.

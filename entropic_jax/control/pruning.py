@@ -143,8 +143,8 @@ class LinearPruning:
 
         ε = ε_max · max(0, 1 − H₁ / H_threshold)
 
-    The entropy is neither bounded from above nor smoothed, and ε is not limited in rate: the arm without
-    guards of the ablation.
+    The entropy is neither bounded from above nor smoothed, and ε is not limited in rate: it has none of the
+    guards of `Pruning`.
 
     Args:
         dropped_mass_limit: ε_max, in [0, 1).

@@ -2,7 +2,7 @@
 
 from ..state import History, Sampling
 from ..state.sampling_parameters import parameters
-from .processors import adjusts, forget, history, penalise, record, record_prompt
+from .processors import adjusts, history, penalise, record
 from .sampler import gumbel, sample
 from .truncation import truncate
 
@@ -10,13 +10,11 @@ __all__ = [
     "History",
     "Sampling",
     "adjusts",
-    "forget",
     "gumbel",
     "history",
     "parameters",
     "penalise",
     "record",
-    "record_prompt",
     "sample",
     "truncate",
 ]

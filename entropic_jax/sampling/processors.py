@@ -36,32 +36,6 @@ def record(history: History, tokens: jax.Array, active: jax.Array) -> History:
     return history._replace(generated=history.generated.at[indices].add(1, mode="drop"))
 
 
-def record_prompt(history: History, tokens: jax.Array, valid: jax.Array) -> History:
-    """Marks tokens of the prompts as seen.
-
-    Args:
-        history: the history of the rows.
-        tokens: int32 `[rows, n]`.
-        valid: bool `[rows, n]`, which of them are real.
-
-    >>> record_prompt(history(1, 4), jnp.array([[3, 1]]), jnp.array([[True, False]])).prompt.tolist()
-    [[False, False, False, True]]
-    """
-    rows, vocabulary = history.prompt.shape
-    indices = (jnp.arange(rows)[:, None], _inside(tokens, valid, vocabulary))
-    return history._replace(prompt=history.prompt.at[indices].set(True, mode="drop"))
-
-
-def forget(history: History, rows: jax.Array) -> History:
-    """Clears the history of the flagged rows (bool `[rows]`), which begin new sequences.
-
-    >>> forget(record(history(1, 2), jnp.array([1]), jnp.array([True])), jnp.array([True])).generated.tolist()
-    [[0, 0]]
-    """
-    keep = ~rows[:, None]
-    return History(history.prompt & keep, jnp.where(keep, history.generated, 0))
-
-
 def adjusts(sampling: Sampling) -> jax.Array:
     """Whether any row has a penalty or a bias, bool `[]`; otherwise `penalise` changes nothing.
 

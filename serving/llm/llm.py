@@ -222,6 +222,14 @@ class LLM:
         """The model's generation_config.json, with the defaults of `SamplingParams` elsewhere."""
         return SamplingParams(**recommended(self._engine.model.generation))
 
+    def ready(self) -> bool:
+        """Whether the warm-up of the engine is over; until then it compiles programs beside the requests."""
+        return self._engine.ready()
+
+    def snapshot(self) -> Mapping[str, Any]:
+        """The state of the engine and what it has counted so far, as `/entropic/state` of a server."""
+        return self._engine.snapshot()
+
     def shutdown(self) -> None:
         """Stop the engine; sequences in flight end. Further calls do nothing."""
         self._close()

@@ -97,8 +97,9 @@ def test_repetition_penalty(penalty):
     prompt, generated = rng.integers(0, VOCABULARY, (2, ROWS, 9))
     processor = processors.RepetitionPenaltyLogitsProcessor(penalty)
     expected = processed(logits, processor, tokens=np.concatenate([prompt, generated], axis=1))
-    history = sampling.history(ROWS, VOCABULARY)
-    history = sampling.record_prompt(history, jnp.asarray(prompt, jnp.int32), jnp.ones((ROWS, 9), bool))
+    seen = np.zeros((ROWS, VOCABULARY), bool)
+    seen[np.arange(ROWS)[:, None], prompt] = True
+    history = sampling.history(ROWS, VOCABULARY)._replace(prompt=jnp.asarray(seen))
     for tokens in generated.T:
         history = sampling.record(history, jnp.asarray(tokens, jnp.int32), jnp.ones(ROWS, bool))
     actual = sampling.penalise(jnp.asarray(logits), parameters(ROWS, repetition_penalty=penalty), history)

@@ -110,16 +110,13 @@ def test_a_biased_token_outside_the_vocabulary_has_no_effect():
     np.testing.assert_array_equal(penalise(logits, params, sampling.history(ROWS, VOCABULARY)), logits)
 
 
-def test_record_counts_active_rows_and_forget_clears():
+def test_record_counts_the_tokens_of_active_rows():
     history = sampling.history(ROWS, VOCABULARY)
     record = jax.jit(sampling.record)
     tokens, active = jnp.array([3, 3, -1, VOCABULARY], jnp.int32), jnp.array([True, False, True, True])
     history = record(record(history, tokens, active), tokens, active)
     assert history.generated[0, 3] == history.generated.sum() == 2
-    history = sampling.record_prompt(history, jnp.array([[1, 2]] * ROWS), jnp.array([[True, False]] * ROWS))
-    np.testing.assert_array_equal(np.argwhere(history.prompt), [[row, 1] for row in range(ROWS)])
-    history = sampling.forget(history, jnp.array([True, False, False, False]))
-    assert (history.generated.sum(), history.prompt.sum()) == (0, ROWS - 1)
+    assert not history.prompt.any()
 
 
 # Properties.

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -61,6 +62,19 @@ def test_prompts_take_every_form(llm):
     assert llm.generate([]) == []
     assert prompts_of("x") == ["x"] and prompts_of(("x", "y")) == ["x", "y"]
     assert list(conversations_of([{"role": "user", "content": "x"}])) == ["messages"]
+
+
+def test_the_engine_says_what_it_has_done(llm):
+    before = llm.snapshot()
+    llm.generate("import os", SamplingParams(temperature=0, max_tokens=5))
+    after = llm.snapshot()
+    assert after["work_done"] + after["work_left"] > before["work_done"] + before["work_left"]
+    assert {"preemptions", "num_draft_tokens", "num_accepted_tokens", "rows"} <= after.keys()
+    for _ in range(600):
+        if llm.ready():
+            break
+        time.sleep(0.1)
+    assert llm.ready()
 
 
 @pytest.mark.slow
