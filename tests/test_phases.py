@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.attention.page_reader import ReadStats
+from entropic_jax.phases import forward
 from entropic_jax.phases.batch import Batch, gather_active, record
 from entropic_jax.phases.emission import (
     Logits,
@@ -191,3 +192,16 @@ def test_a_trace_has_what_the_step_read_and_what_its_token_was():
     assert trace.cost.tolist() == [6.0, 7.0] and not trace.num_drafted.any() and not trace.from_draft.any()
     np.testing.assert_array_equal(trace.temperature, after.action.temperature)
     np.testing.assert_array_equal(trace.dropped_mass_limit, limit)
+
+
+def test_what_shards_read_is_added_but_for_a_mean_and_a_bound(monkeypatch):
+    one, other = (ReadStats(*(jnp.full(2, start + n) for n in range(5))) for start in (1.0, 10.0))
+    assert forward.over_shards(one) is one  # a program for one device
+    monkeypatch.setattr(forward, "num_shards", lambda: 2)
+    monkeypatch.setattr(forward, "max_over_shards", lambda x: jnp.maximum(x, other.certificate))
+    monkeypatch.setattr(forward, "sum_over_shards", lambda read: jax.tree.map(jnp.add, read, other))
+    read = forward.over_shards(one)
+    assert read.positions.tolist() == [11, 11] and read.held.tolist() == [13, 13]
+    assert read.summaries.tolist() == [19, 19]
+    assert read.dropped_mass.tolist() == [7.5, 7.5]  # the mean over the heads of both
+    assert read.certificate.tolist() == [13, 13]

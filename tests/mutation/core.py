@@ -14,13 +14,35 @@ BLOCKS, SCHEDULER = "serving/engine/block_manager.py", "serving/engine/scheduler
 # The tests that own each module, as arguments of pytest.
 TESTS = {
     "entropic_jax/attention/page_selection.py": ("tests/attention/test_page_selection.py",),
+    "entropic_jax/control/controller.py": ("tests/control/test_controller.py",),
+    "entropic_jax/control/pruning.py": ("tests/control/test_pruning.py",),
+    "entropic_jax/control/temperature.py": (
+        "tests/control/test_temperature.py",
+        "tests/control/test_temperature_bounds.py",
+        "tests/control/test_extremes.py",
+    ),
     "entropic_jax/loop.py": (
         "tests/test_step.py",
         "tests/test_loop.py",
         "tests/speculation/test_lossless.py",
     ),
+    "entropic_jax/phases/batch.py": ("tests/test_phases.py", "tests/test_step.py", "tests/test_loop.py"),
+    "entropic_jax/phases/forward.py": ("tests/test_phases.py", "tests/test_step.py", "tests/test_loop.py"),
+    "entropic_jax/phases/prefill.py": (
+        "tests/test_start_check.py",
+        "tests/test_phases.py",
+        "tests/test_loop.py",
+    ),
     "entropic_jax/phases/emission.py": ("tests/test_phases.py", "tests/test_loop.py", "tests/sampling"),
+    "entropic_jax/sampling/sampler.py": ("tests/sampling",),
+    "entropic_jax/sampling/truncation.py": ("tests/sampling",),
+    "entropic_jax/state/cache.py": ("tests/test_cache.py", "tests/attention/test_page_selection.py"),
     "entropic_jax/state/row_subset.py": ("tests/test_row_subset.py", "tests/test_step.py"),
+    "serving/engine/prefix_cache.py": ("tests/serving/test_block_manager.py",),
+    "serving/engine/state_updates.py": (
+        "tests/serving/test_state_updates.py",
+        "tests/serving/test_block_manager.py",
+    ),
     BLOCKS: ("tests/serving/test_block_manager.py",),
     SCHEDULER: ("tests/serving/test_scheduler.py", "tests/serving/test_engine.py"),
 }

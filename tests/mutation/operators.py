@@ -8,8 +8,28 @@ import hashlib
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-COMPARISONS = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">", ast.Eq: "!=", ast.NotEq: "=="}
-ARITHMETIC = {ast.Add: "-", ast.Sub: "+", ast.FloorDiv: "*", ast.BitAnd: "|", ast.BitOr: "&"}
+COMPARISONS = {
+    ast.Lt: "<=",
+    ast.LtE: "<",
+    ast.Gt: ">=",
+    ast.GtE: ">",
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+ARITHMETIC = {
+    ast.Add: "-",
+    ast.Sub: "+",
+    ast.Mult: "/",
+    ast.Div: "*",
+    ast.FloorDiv: "*",
+    ast.Mod: "//",
+    ast.BitAnd: "|",
+    ast.BitOr: "&",
+}
 SIGNATURE = ("annotation", "returns", "decorator_list", "args")  # fields of the tree without faults
 OPPOSITES = {
     "min": "max",
@@ -54,6 +74,11 @@ def _constant(node: ast.AST, text: Callable[[ast.AST], str]) -> Iterator[str]:
         yield str(node.value + 1)
 
 
+def _real_constant(node: ast.AST, text: Callable[[ast.AST], str]) -> Iterator[str]:
+    if isinstance(node, ast.Constant) and type(node.value) is float:
+        yield repr(2 * node.value if node.value else 1.0)
+
+
 def _negation(node: ast.AST, text: Callable[[ast.AST], str]) -> Iterator[str]:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not | ast.Invert):
         yield f"({text(node.operand)})"
@@ -91,6 +116,7 @@ OPERATORS = {
     "comparison": _comparison,
     "arithmetic": _arithmetic,
     "constant + 1": _constant,
+    "constant doubled": _real_constant,
     "negation dropped": _negation,
     "and / or": _condition,
     "min / max": _opposite,

@@ -19,7 +19,7 @@ def test_every_operator_makes_programs():
     source = """
 def f(x, y):
     if x < 1 and not y:
-        x += min(x, -~y)
+        x += min(x, -~y) * 0.5
         print(x)
     return where(x, x + y, 2) if x else y
 """
@@ -29,6 +29,31 @@ def f(x, y):
     assert len(changed) == len(faults) and source not in changed
     for text in changed:
         ast.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("x * y", "((x) / (y))"),
+        ("x / y", "((x) * (y))"),
+        ("x % y", "((x) // (y))"),
+        ("x is y", "(x is not y)"),
+        ("x is not y", "(x is y)"),
+        ("x in y", "(x not in y)"),
+        ("x not in y", "(x in y)"),
+        ("0.5", "1.0"),
+        ("0.0", "1.0"),
+    ],
+)
+def test_what_an_operator_makes(old, new):
+    assert [site.new for site in sites(f"def f(x, y):\n    return {old}\n")] == [new]
+
+
+def test_every_fault_is_a_program():
+    for file in core.TESTS:
+        source = (runner.ROOT / file).read_text("utf-8")
+        for site in sites(source):
+            ast.parse(site.apply(source))
 
 
 def test_lines_added_elsewhere_change_no_sample():
