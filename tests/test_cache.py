@@ -224,6 +224,19 @@ def test_what_a_cache_cannot_hold_is_refused_by_name(sizes, message):
         cache.allocate(SHAPE, **{"rows": 1, "context": 32, **sizes})
 
 
+def test_surprisals_are_added_up_by_page():
+    pool, _ = grant(cache.allocate(SHAPE, 2, 16, page_size=4, surprisal=True), ints(11, 3))
+    values = np.arange(1, 23, dtype=np.float32).reshape(2, 11)
+    begin = ints(0, 0)
+    for count in (ints(6, 2), ints(5, 0), ints(0, 1)):  # in several chunks, some without a token
+        chunk = np.stack([np.roll(row, -int(n)) for row, n in zip(values, begin, strict=True)])
+        pool = cache.note_surprisal(pool, begin, count, jnp.asarray(chunk))
+        begin += count
+    sums = np.asarray(pool.surprisal)[np.asarray(pool.table)]
+    assert sums[0, :3].tolist() == [values[0, i : i + 4].sum() for i in (0, 4, 8)]
+    assert sums[1, 0] == values[1, :3].sum()
+
+
 @pytest.mark.parametrize("dtype", ["float32", jnp.bfloat16, np.float16, jnp.dtype("int8"), "float8_e4m3fn"])
 def test_dtypes_of_keys_and_values(dtype):
     assert cache.allocate(SHAPE, 1, 8, dtype=dtype).layers[0].keys.dtype == jnp.dtype(dtype)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax.attention.page_reader import ReadStats
-from entropic_jax.phases import forward
+from entropic_jax.phases import forward, prefill
 from entropic_jax.phases.batch import Batch, gather_active, record
 from entropic_jax.phases.emission import (
     Logits,
@@ -23,6 +23,7 @@ from entropic_jax.phases.forward import Forward, _adapters
 from entropic_jax.sampling import History, parameters, sample
 from entropic_jax.sampling.randomness import row_keys
 from entropic_jax.state import PAUSED, RUNNING, STOPPED, State, ledger, plain_action, unmeasured
+from entropic_jax.state.cache import Cache
 from entropic_jax.state.constraints import no_constraints
 from tests import tiny
 
@@ -205,3 +206,14 @@ def test_what_shards_read_is_added_but_for_a_mean_and_a_bound(monkeypatch):
     assert read.summaries.tolist() == [19, 19]
     assert read.dropped_mass.tolist() == [7.5, 7.5]  # the mean over the heads of both
     assert read.certificate.tolist() == [13, 13]
+
+
+def test_the_surprisal_of_a_row_is_that_of_the_last_token_of_its_chunk():
+    logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 9)), jnp.float32)
+    following = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [0, 1, 2, 3]], jnp.int32)
+    signal = unmeasured(3)._replace(surprisal=jnp.array([7.0, 8.0, 9.0]))
+    view = state_of(3, signal=signal, cache=with_fields(Cache))
+    count = jnp.array([4, 2, 0], jnp.int32)
+    after = prefill._keep_surprisal(view, logits, following, jnp.zeros(3, jnp.int32), count)
+    exact = -np.asarray(jax.nn.log_softmax(logits), np.float64)
+    np.testing.assert_allclose(after.signal.surprisal, [exact[0, 3, 4], exact[1, 1, 6], 9.0], rtol=1e-5)

@@ -184,6 +184,19 @@ def test_a_law_across_rows_acts_at_the_first_step_and_each_nth_after():
     assert quotas == [2, 2, 2, 3, 3, 3, 4] and state.steps.tolist() == [7] * ROWS
 
 
+def test_the_controllers_of_a_chain_agree_on_what_they_observe():
+    def observing(what: Any) -> Any:
+        law = Once()
+        object.__setattr__(law, "observes", what)
+        return law
+
+    assert chain(Nudge(1.0), Once()).observes is None
+    assert chain(Nudge(1.0), observing("a"), Every(observing("a"), 2)).observes == "a"
+    assert When(warm, observing("b")).observes == "b"
+    with pytest.raises(ValueError, match="observes must be the same for all controllers"):
+        _ = chain(observing("a"), observing("b")).observes
+
+
 def test_when_leaves_the_other_rows_alone():
     temperatures = np.asarray(run(When(warm, Nudge(0.1))).temperature)
     assert (temperatures[:, 0] == 0.5).all()

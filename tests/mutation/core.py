@@ -11,12 +11,13 @@ from . import runner
 from .operators import Site, sites
 
 BLOCKS, SCHEDULER = "serving/engine/block_manager.py", "serving/engine/scheduler.py"
+TEMPERATURE = "entropic_jax/control/temperature.py"
 # The tests that own each module, as arguments of pytest.
 TESTS = {
     "entropic_jax/attention/page_selection.py": ("tests/attention/test_page_selection.py",),
     "entropic_jax/control/controller.py": ("tests/control/test_controller.py",),
     "entropic_jax/control/pruning.py": ("tests/control/test_pruning.py",),
-    "entropic_jax/control/temperature.py": (
+    TEMPERATURE: (
         "tests/control/test_temperature.py",
         "tests/control/test_temperature_bounds.py",
         "tests/control/test_extremes.py",
@@ -36,7 +37,7 @@ TESTS = {
     "entropic_jax/phases/emission.py": ("tests/test_phases.py", "tests/test_loop.py", "tests/sampling"),
     "entropic_jax/sampling/sampler.py": ("tests/sampling",),
     "entropic_jax/sampling/truncation.py": ("tests/sampling",),
-    "entropic_jax/state/cache.py": ("tests/test_cache.py", "tests/attention/test_page_selection.py"),
+    "entropic_jax/state/cache.py": ("tests/test_cache.py", "-m", "slow or not slow"),
     "entropic_jax/state/row_subset.py": ("tests/test_row_subset.py", "tests/test_step.py"),
     "serving/engine/prefix_cache.py": ("tests/serving/test_block_manager.py",),
     "serving/engine/state_updates.py": (
@@ -50,6 +51,7 @@ SAMPLES = 6  # faults of each module that `pytest -m mutation` makes: those of t
 # Faults that no test can notice, by file, function and change, with the reason.
 _EVICTION, _CACHE = "pages > self.num_free_pages", "self.prefix_cache is not None"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
+    (TEMPERATURE, "_factor", "step > 0 -> (step >= 0)"): "the factor of a step of 0 is 1 in either branch",
     (BLOCKS, "BlockManager.reserve", "new > 0 -> (new >= 0)"): "reserving nothing changes nothing",
     (BLOCKS, "BlockManager._evict", f"{_EVICTION} -> (pages >= self.num_free_pages)"): "it evicts no page",
     (
