@@ -150,6 +150,14 @@ def test_pages_ahead_end_where_a_row_is_full():
     assert state.cache.granted.tolist() == [3, 8]  # 12 and 8 + 1 + 20 positions
 
 
+def test_rows_that_do_not_run_get_no_page():
+    state = tiny.begin([[1, 2], [], [3]], page_size=8)  # the prompts' last tokens are not in the cache
+    state = state._replace(action=state.action._replace(quota=jnp.array([1, 1, 0], jnp.int32)))
+    _, after, batch = gather_active(state, None)
+    assert after.cache.granted.tolist() == [1, 0, 0] and state.cache.granted.tolist() == [1, 0, 0]
+    assert batch.active.tolist() == [True, False, False]
+
+
 def test_the_surprisal_of_a_token_is_that_of_the_belief():
     z = jax.random.normal(jax.random.key(5), (2, 9))
     state = state_of(

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from entropic_jax.sampling import parameters, sample, sampler
+from entropic_jax.sampling.truncation import asks_for_truncation
 
 ROWS, VOCABULARY = 4, 24
 LOGITS = 3 * np.random.default_rng(0).standard_normal((ROWS, VOCABULARY)).astype(np.float32)
@@ -58,3 +59,21 @@ def test_a_list_of_tokens_draws_what_all_tokens_would_and_needs_a_threefry_key()
     assert set(tokens.tolist()) <= set(numbers.tolist()) and tokens[0] == np.argmax(masked[0])
     with pytest.raises(ValueError, match="key must be a Threefry key for a list of tokens; got key<rbg>"):
         sample(masked[:, numbers], *rest, numbers=numbers)
+
+
+@pytest.mark.parametrize(
+    ("change", "asks"),
+    [
+        (dict(), False),
+        (dict(top_k=1), True),
+        (dict(top_k=VOCABULARY - 1), True),
+        (dict(top_k=VOCABULARY), False),
+        (dict(top_p=0.999), True),
+        (dict(min_p=0.01), True),
+        (dict(top_n_sigma=1.5), True),
+        (dict(typical_p=0.99), True),
+    ],
+)
+def test_a_row_asks_for_truncation_where_a_parameter_may_leave_out_a_token(change, asks):
+    rows = {name: [value, getattr(parameters(1), name)[0].item()] for name, value in change.items()}
+    assert asks_for_truncation(parameters(2, **rows), VOCABULARY).tolist() == [asks, False]
