@@ -146,6 +146,8 @@ def test_a_row_pauses_after_a_token_that_was_not_expected_at_its_place_in_the_te
 
 def test_pages_ahead_end_where_a_row_is_full():
     state = tiny.begin(tiny.prompts(9, 9), page_size=4)._replace(limit=jnp.array([12, 60], jnp.int32))
+    _, exact, _ = gather_active(state, None, 19)
+    assert exact.cache.granted.tolist() == [3, 7]  # 12 and 8 + 1 + 19 positions
     _, state, _ = gather_active(state, None, 20)
     assert state.cache.granted.tolist() == [3, 8]  # 12 and 8 + 1 + 20 positions
 
@@ -204,12 +206,12 @@ def test_a_trace_has_what_the_step_read_and_what_its_token_was():
 
 
 def test_what_shards_read_is_added_but_for_a_mean_and_a_bound(monkeypatch):
-    one, other = (ReadStats(*(jnp.full(2, start + n) for n in range(5))) for start in (1.0, 10.0))
-    assert forward.over_shards(one) is one  # a program for one device
+    first, other = (ReadStats(*(jnp.full(2, start + n) for n in range(5))) for start in (1.0, 10.0))
+    assert forward.over_shards(first) is first  # a program for one device
     monkeypatch.setattr(forward, "num_shards", lambda: 2)
     monkeypatch.setattr(forward, "max_over_shards", lambda x: jnp.maximum(x, other.certificate))
     monkeypatch.setattr(forward, "sum_over_shards", lambda read: jax.tree.map(jnp.add, read, other))
-    read = forward.over_shards(one)
+    read = forward.over_shards(first)
     assert read.positions.tolist() == [11, 11] and read.held.tolist() == [13, 13]
     assert read.summaries.tolist() == [19, 19]
     assert read.dropped_mass.tolist() == [7.5, 7.5]  # the mean over the heads of both
