@@ -180,7 +180,6 @@ def grant(cache: Cache, length: jax.Array) -> tuple[Cache, jax.Array]:
         pages that it needs gets none.
     """
     rows, per_row = cache.table.shape
-    # Of numbers that are not negative: `//` would round down and take XLA ten operations more.
     num_pages = jnp.minimum(jax.lax.div(length + (cache.page_size - 1), jnp.int32(cache.page_size)), per_row)
     missing = jnp.maximum(num_pages - cache.granted, 0)
 
