@@ -158,6 +158,9 @@ def test_rows_that_do_not_run_get_no_page():
     _, after, batch = gather_active(state, None)
     assert after.cache.granted.tolist() == [1, 0, 0] and state.cache.granted.tolist() == [1, 0, 0]
     assert batch.active.tolist() == [True, False, False]
+    quota = jnp.ones(3, jnp.int32)
+    _, after, _ = gather_active(state._replace(action=state.action._replace(quota=quota)), 1)
+    assert after.cache.granted.tolist() == [1, 0, 0]  # the last is ready, and not among those of the step
 
 
 def test_the_surprisal_of_a_token_is_that_of_the_belief():

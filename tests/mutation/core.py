@@ -52,6 +52,7 @@ SAMPLES = 6  # faults of each module that `pytest -m mutation` makes: those of t
 _EVICTION, _CACHE = "pages > self.num_free_pages", "self.prefix_cache is not None"
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (TEMPERATURE, "_factor", "step > 0 -> (step >= 0)"): "the factor of a step of 0 is 1 in either branch",
+    (TEMPERATURE, "DynaTemp.update", "1.0 -> 2.0"): "it stands where the result is not used",
     (BLOCKS, "BlockManager.reserve", "new > 0 -> (new >= 0)"): "reserving nothing changes nothing",
     (BLOCKS, "BlockManager._evict", f"{_EVICTION} -> (pages >= self.num_free_pages)"): "it evicts no page",
     (
