@@ -1,14 +1,17 @@
 """Runs tests in a copy of the tree that holds a fault."""
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 COPIED = ("entropic_jax", "models", "serving", "tests")  # the rest of the tree is linked
+SECONDS = itertools.count(int(time.time()))
 TIME_LIMIT = 600  # seconds for the tests of a mutant; a thread pool that never returns is caught by it
 
 
@@ -33,9 +36,8 @@ def failure(tree: Path, arguments: Sequence[str]) -> str | None:
         ValueError: no test ran.
     """
     options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header"]
-    # With a folder for bytecode, `tests/conftest.py` leaves the other variable as it is.
-    bytecode = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
-    environment = os.environ | {"PYTHONPATH": str(tree), **bytecode}
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", *options, *arguments]
     try:
         done = subprocess.run(
@@ -62,8 +64,15 @@ def failure_with(tree: Path, file: str, text: str, arguments: Sequence[str]) -> 
     """
     path = tree / file
     original = path.read_text("utf-8")
-    path.write_text(text, "utf-8")
+    write(path, text)
     try:
         return failure(tree, arguments)
     finally:
-        path.write_text(original, "utf-8")
+        write(path, original)
+
+
+def write(path: Path, text: str) -> None:
+    """Write a source with a time of change, in seconds, that no version before it had: Python compiles it."""
+    path.write_text(text, "utf-8")
+    seconds = next(SECONDS)
+    os.utime(path, (seconds, seconds))
