@@ -123,5 +123,9 @@ def withdraw(stamps: Mapping[str, str], reasons: Mapping[str, str]) -> dict[str,
 
 
 def _commits(commits: Iterable[str]) -> str:
-    quoted = [f"`{commit.partition(' ')[0]}`{UNCOMMITTED if ' ' in commit else ''}" for commit in commits]
+    quoted = []
+    for commit in commits:
+        name, space, _ = commit.partition(" ")
+        text = f"`{name}`{UNCOMMITTED if space else ''}"
+        quoted.append(f"{text} (not in this history)" if is_unknown(commit) else text)
     return ("commits " if len(quoted) > 1 else "commit ") + " and ".join(quoted)

@@ -35,7 +35,8 @@ def test_an_unknown_or_changed_commit_is_said_to_be_older(monkeypatch, unchanged
 def test_a_commit_that_the_history_lacks_is_said_to_be_older(monkeypatch, unchanged):
     assert not stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
     monkeypatch.setattr(provenance, "is_unknown", lambda commit: True)
-    assert stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED).endswith(OLDER)
+    line = stamp([{"date": "2026-01-01", "commit": "0123abc"}], MEASURED)
+    assert line.endswith(OLDER) and "`0123abc` (not in this history)" in line
     monkeypatch.undo()
     assert not provenance.is_unknown("HEAD")
 
