@@ -23,6 +23,7 @@ BEYOND_SCHEMA = re.compile(
     r"|previous_response_id must be\b"
     r"|messages must answer every tool_use\b"
     r"|[\w.]+ must be (below|above|at most) \w+ = "
+    r"|min_tokens must be at most max_tokens\b"
     r"|[\w.]+ must not be set with the (law|preset) "
     r"|[\w.]+ needs the preset \w+; "
     r"|(allowed_token_ids|bad_words) must leave a token\b"
