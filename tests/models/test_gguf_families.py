@@ -124,10 +124,14 @@ def test_agrees_with_transformers(architecture, kind, tmp_path):
     reference = transformers.AutoModelForCausalLM.from_pretrained(theirs, **eager)
     tokens = np.random.default_rng(0).integers(0, SIZES["vocab_size"], 30)
     with torch.no_grad():
+        single = reference(input_ids=torch.tensor(tokens[None])).logits[0].numpy()
         expected = reference.double()(input_ids=torch.tensor(tokens[None])).logits[0].numpy()
     actual = paged_logits(models.load(ours, progress=False), tokens, len(tokens))
     assert np.abs(expected).max() > 1
-    np.testing.assert_allclose(actual, expected, atol=TOLERANCE)
+    # The random model enlarges rounding errors; how much of them there are depends on the processor.
+    rounding = np.abs(single - expected).max()
+    assert rounding < TOLERANCE
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=max(TOLERANCE, 4 * rounding))
 
 
 QUANTISED = [number for number, block in BLOCK_TYPES.items() if block.numbers > 1]
