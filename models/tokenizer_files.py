@@ -5,7 +5,7 @@ what transformers 5 makes of the same files.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +73,7 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
 
 def read_settings(directory: Path) -> dict[str, Any]:
     """tokenizer_config.json, with the tokens of special_tokens_map.json. ModelError for other types."""
-    file = directory / "tokenizer_config.json"
-    settings = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
-    try:
-        check_settings(settings)
-        check_tokens(settings)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
+    settings = read_checked(directory / "tokenizer_config.json", check_settings, check_tokens)
     if OLDER_EXTRA in settings and not settings.get(EXTRA):
         settings[EXTRA] = settings.pop(OLDER_EXTRA)
     of_model = {n: settings.pop(n) for n in list(settings) if isinstance(settings[n], str) and is_other(n)}
@@ -89,6 +83,22 @@ def read_settings(directory: Path) -> dict[str, Any]:
         settings[OF_MODEL] = of_model
     named = {} if "added_tokens_decoder" in settings else read_names(directory, settings.get(EXTRA))
     return settings | named
+
+
+def read_checked(file: Path, *checks: Callable[[Any], None]) -> dict[str, Any]:
+    """The object in a JSON file that the checks accept; {} if there is no file. Raises ModelError.
+
+    Args:
+        file: the path of the file.
+        *checks: functions that raise ModelError for contents that they refuse.
+    """
+    values = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
+    try:
+        for check in checks:
+            check(values)
+    except ModelError as error:
+        raise ModelError(f"{file}: {error}") from None
+    return values
 
 
 def is_other(name: str) -> bool:
@@ -101,13 +111,7 @@ def read_names(directory: Path, extra: Any) -> dict[str, Any]:
 
     To a list of `extra` tokens, it adds.
     """
-    file = directory / NAMES
-    names = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
-    try:
-        check_names(names)
-        check_tokens(names)
-    except ModelError as error:
-        raise ModelError(f"{file}: {error}") from None
+    names = read_checked(directory / NAMES, check_names, check_tokens)
     kept = {*SPECIAL_TOKENS, EXTRA, OLDER_EXTRA, *(n for n in names if is_other(n) and is_token(names[n]))}
     names = {name: special(value) for name, value in names.items() if name in kept}
     if isinstance(names.get(EXTRA), list) and isinstance(extra, list):

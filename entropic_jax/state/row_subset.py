@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 T = TypeVar("T")
-NOT_NEGATIVE = {"wrap_negative_indices": False}
+NOT_NEGATIVE = {"wrap_negative_indices": False}  # which JAX would test for in every read and write
 
 
 class Shared(NamedTuple):

@@ -34,6 +34,18 @@ def directory(tmp_path):
     return tmp_path
 
 
+def save_shards(directory, state, files, index):
+    """Writes tensors to several files of torch in turn, with an index if there is more than one."""
+    import torch
+
+    parts = [dict(list(state.items())[i :: len(files)]) for i in range(len(files))]
+    for part, file in zip(parts, files, strict=True):
+        torch.save(part, directory / file)
+    if len(files) > 1:
+        placed = {name: file for part, file in zip(parts, files, strict=True) for name in part}
+        (directory / index).write_text(json.dumps({"weight_map": placed}))
+
+
 @pytest.mark.parametrize("shards", [1, 2])
 def test_pytorch_model_bin(directory, shards):
     torch = pytest.importorskip("torch")
@@ -41,13 +53,8 @@ def test_pytorch_model_bin(directory, shards):
     state = {name: torch.tensor(x) for name, x in tensors.items()}
     state[Q] = state[Q].t().contiguous().t()  # stored by columns
     state["model.norm.weight"] = torch.nn.Parameter(state["model.norm.weight"])
-    parts = [dict(list(state.items())[i::shards]) for i in range(shards)]
     files = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{i}.bin" for i in range(shards)]
-    for part, file in zip(parts, files, strict=True):
-        torch.save(part, directory / file)
-    if shards > 1:
-        placed = {name: file for part, file in zip(parts, files, strict=True) for name in part}
-        (directory / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": placed}))
+    save_shards(directory, state, files, "pytorch_model.bin.index.json")
     require_same(directory, tensors)
 
 
@@ -134,12 +141,7 @@ def test_a_variant_of_torch(directory, shards):
     state = {name: torch.tensor(x) for name, x in tensors.items()}
     ending = lambda i: "" if shards == 1 else f"-{i + 1:05}-of-{shards:05}"
     files = [f"pytorch_model.fp16{ending(i)}.bin" for i in range(shards)]
-    parts = [dict(list(state.items())[i::shards]) for i in range(shards)]
-    for part, file in zip(parts, files, strict=True):
-        torch.save(part, directory / file)
-    if shards > 1:
-        placed = {name: file for part, file in zip(parts, files, strict=True) for name in part}
-        (directory / "pytorch_model.bin.index.fp16.json").write_text(json.dumps({"weight_map": placed}))
+    save_shards(directory, state, files, "pytorch_model.bin.index.fp16.json")
     require_same(directory, tensors)
 
 
