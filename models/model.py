@@ -128,7 +128,8 @@ def load(
         path: the path of the directory; None is the model that ships with the package.
         dtype: the dtype of the weights and of the computation, whatever is on disk: "float32", "bfloat16"
             or "float16". On a CPU with kernels, "bfloat16" is that of matrices and of the embedding; all
-            between products is float32, and on processors with AMX their operands are bfloat16.
+            between products is float32, and on processors with AMX or AVX512-BF16 their
+            operands are bfloat16.
         progress: whether to show a bar on stderr where that is a terminal.
         as_stored: whether matrices that are bfloat16 on disk stay so in a float32 model where the CPU's
             products widen them as they read: the same numbers, in half of the time.
@@ -201,11 +202,11 @@ def _check_not_blocked(model: Model, action: str) -> None:
 def wide_activations(dtype: np.dtype) -> OperandDtype | None:
     """The dtype of operands on one device, with weights of `dtype`; None for activations of that dtype.
 
-    The kernels of a CPU take activations of float32, and its matrix units operands of bfloat16.
+    The kernels of a CPU take activations of float32; one that multiplies bfloat16 rounds operands to it.
     """
     if dtype != jnp.bfloat16 or not skinny_matmul.reads_as_stored(dtype):
         return None
-    return "bfloat16" if skinny_matmul.has_matrix_units() else "float32"
+    return "bfloat16" if skinny_matmul.rounds_operands() else "float32"
 
 
 def quantised(model: Model, quantization: str = "int8") -> Model:

@@ -17,7 +17,8 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `matrix_tiles` | the same on the matrix units of x86 processors |
 | `row_tiles`, `weight_tiles` | rows and weights as tiles of those |
 | `int4_tiles` | weights of 4 bits in the tiles of `matmul` |
-| `matrix_units` | whether this process may use those |
+| `pairs` | pairs of bfloat16 in the tiles of `matmul` |
+| `matrix_units` | whether this process may multiply bfloat16, on matrix units or not |
 | `attention`, `attention_scores` | softmax, weighted sums and scores of attention to a page |
 | `head_batches` | batches of query heads in those |
 | `instructions` | vector instructions as LLVM code |
@@ -28,7 +29,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 
 Only a process that compiles imports Numba, and with it `attention`, `attention_scores`, `call_frame`,
 `control_flow`, `head_batches`, `instructions`, `int4_tiles`, `kernel`, `matmul`, `matrix_tiles`,
-`row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
+`pairs`, `row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
 """
 
 import sys

@@ -4,6 +4,10 @@ Every element of a product is one chain of fused multiply-adds over the inputs, 
 s ← x[r, i] · w[i, c] + s. A tile computes some rows and columns at once, over a range of inputs. It may
 begin from the sums that an earlier tile stored, since storing a float32 changes no bit. So neither the size
 of a tile nor that of a range of inputs changes a result.
+
+Rounded operands are multiplied in pairs: a link of the chain adds the products of two neighbouring inputs
+(see `pairs`). What is said of an input below then holds of a pair, whose numbers lie in two rows of the
+weight.
 """
 
 from functools import cache
@@ -30,6 +34,7 @@ from .instructions import (
     prefetch,
     store,
 )
+from .pairs import add_dot, load_pairs
 
 BLOCK = 64  # columns
 MAX_PANEL = 128  # inputs
@@ -52,7 +57,7 @@ def tile_vectors(rows: int, wide: bool) -> int:
 
 
 @cache
-def tile(rows: int, dtype: str, source: str, prefetches: int, wide: bool) -> Any:
+def tile(rows: int, dtype: str, source: str, prefetches: int, wide: bool, rounded: bool = False) -> Any:
     """`tile(x, inputs, begin, end, weight, columns, out, stride, panel, ahead)`: rows times a block.
 
         out[r, c] = Σ x[r, i] weight[i, c],   begin ≤ i < end, 0 ≤ c < `BLOCK`
@@ -67,24 +72,33 @@ def tile(rows: int, dtype: str, source: str, prefetches: int, wide: bool) -> Any
             the weight and write that copy.
         prefetches: cache lines that each input prefetches, in its row of the block at `ahead`.
         wide: see `tile_vectors`.
+        rounded: whether operands are pairs of bfloat16.
     """
 
     def call(builder, values):
         # A function of its own, so that the compiler assigns registers for this loop alone.
-        name = f"matmul_tile_{source}_{rows}_{dtype}_{prefetches}"
+        name = f"matmul_tile_{source}_{rows}_{dtype}_{prefetches}{'_rounded' * rounded}"
         function = builder.module.globals.get(name)
         if function is None:
             signature = ir.FunctionType(ir.VoidType(), [WORD] * len(values))
             function = ir.Function(builder.module, signature, name)
             function.linkage = "internal"
             function.attributes.add("noinline")
-            emit_tile(function, rows, dtype, source, prefetches, tile_vectors(rows, wide))
+            emit_tile(function, rows, dtype, source, prefetches, tile_vectors(rows, wide), rounded)
         builder.call(function, values)
 
     return intrinsic_of(10, call)
 
 
-def emit_tile(function: Any, rows: int, dtype: str, source: str, prefetches: int, vectors: int) -> None:
+def emit_tile(
+    function: Any,
+    rows: int,
+    dtype: str,
+    source: str,
+    prefetches: int,
+    vectors: int,
+    rounded: bool = False,
+) -> None:
     """The body of a tile's function.
 
     Args:
@@ -94,20 +108,28 @@ def emit_tile(function: Any, rows: int, dtype: str, source: str, prefetches: int
         source: see `tile`.
         prefetches: see `tile`.
         vectors: of columns whose sums are in registers at once; a divisor of those in a block.
+        rounded: see `tile`.
     """
     builder = ir.IRBuilder(function.append_basic_block("entry"))
     x, inputs, begin, end, weight, columns, out, stride, panel, ahead = function.args
     size = ITEMSIZE[dtype]
-    row_bytes = builder.mul(columns, WORD(size))
+    weight_row = builder.mul(columns, WORD(size))
+    row_bytes = builder.mul(weight_row, WORD(2)) if rounded else weight_row
+    lines_of_row = BLOCK * size // CACHE_LINE
     begin_bytes = builder.mul(begin, row_bytes)
     for first in range(0, BLOCK, vectors * LANES):
 
         def advance(i, carried, lines=prefetches if first == 0 else 0):
             from_weight, from_panel, from_ahead, *sums = carried
             for line in range(lines):
-                prefetch(builder, builder.add(from_ahead, WORD(line * CACHE_LINE)))
+                row = builder.add(from_ahead, builder.mul(weight_row, WORD(line // lines_of_row)))
+                prefetch(builder, builder.add(row, WORD(line % lines_of_row * CACHE_LINE)))
             if source == "panel":
                 values = [load(builder, from_panel, j * LANES) for j in range(vectors)]
+            elif rounded:
+                values = [
+                    load_pairs(builder, from_weight, weight_row, j * LANES, dtype) for j in range(vectors)
+                ]
             else:
                 values = [load_widened(builder, from_weight, j * LANES, dtype) for j in range(vectors)]
             if source == "both":
@@ -118,7 +140,8 @@ def emit_tile(function: Any, rows: int, dtype: str, source: str, prefetches: int
                 offset = builder.add(builder.mul(inputs, WORD(r)), i)
                 factor = broadcast(builder, load(builder, x, offset, FLOAT))
                 row_sums = sums[r * vectors : (r + 1) * vectors]
-                after += [multiply_add(builder, factor, v, s) for v, s in zip(values, row_sums, strict=True)]
+                add = add_dot if rounded else multiply_add
+                after += [add(builder, factor, v, s) for v, s in zip(values, row_sums, strict=True)]
             next_row = builder.add(from_weight, row_bytes), builder.add(from_panel, WORD(4 * BLOCK))
             return [*next_row, builder.add(from_ahead, row_bytes), *after]
 
@@ -162,7 +185,7 @@ def stored_sums(builder: Any, begin: Any, out: Any, cells: list[Any]) -> list[An
 
 
 @cache
-def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1) -> Any:
+def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1, rounded: bool = False) -> Any:
     """`tiles(rows, *arguments)`: the `tile` of `rows` rows with these arguments.
 
     Args:
@@ -170,12 +193,13 @@ def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1) -> Any:
         source: see `tile`.
         prefetches: see `tile`.
         fewest: rows that a tile has at least; `MAX_TILE_ROWS` at most.
+        rounded: see `tile`.
     """
     from numba import njit
 
     most, wide = MAX_TILE_ROWS, has_wide_registers()
     single, two, three, four, five, six = (
-        tile(max(rows, fewest), dtype, source, prefetches, wide) for rows in range(1, most + 1)
+        tile(max(rows, fewest), dtype, source, prefetches, wide, rounded) for rows in range(1, most + 1)
     )
 
     @njit(nogil=True)
@@ -243,6 +267,22 @@ def load_block(dtype: str) -> Any:
                     bits[c] = np.uint32(0)
 
     return load_block
+
+
+@cache
+def join_rows() -> Any:
+    """`join_rows(panel, pairs)`: rows of 64 numbers of float32, two by two, as rows of pairs, in place."""
+    from .kernel import EXACT, array, njit
+
+    @njit(**EXACT)
+    def join_rows(panel, pairs):
+        bits = array(panel, (2 * pairs, BLOCK), np.uint32)
+        for i in range(pairs):
+            for c in range(BLOCK):
+                upper = bits[2 * i + 1, c] & np.uint32(0xFFFF0000)
+                bits[i, c] = (bits[2 * i, c] >> np.uint32(16)) | upper
+
+    return join_rows
 
 
 panel_memory = stack_memory(4 * MAX_PANEL * BLOCK)

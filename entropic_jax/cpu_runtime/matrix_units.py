@@ -1,4 +1,4 @@
-"""Matrix units of x86 processors (AMX): whether this process may use them for products of bfloat16."""
+"""Whether this process may use the instructions of x86 processors for products of bfloat16."""
 
 import ctypes
 import platform
@@ -24,3 +24,16 @@ def matrix_units_missing() -> str | None:
     if ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_PERMISSION, TILE_DATA) != 0:
         return "Linux does not permit AMX"
     return None
+
+
+@cache
+def rounded_products_missing() -> str | None:
+    """The reason why kernels cannot multiply operands of bfloat16 as they are; None if they can."""
+    missing = matrix_units_missing()
+    if missing is None or platform.machine() not in ("x86_64", "AMD64"):
+        return missing
+    import llvmlite.binding as llvm
+
+    if llvm.get_host_cpu_features().get("avx512bf16"):
+        return None
+    return f"{missing}, nor AVX512-BF16"

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from .control_flow import loop
 from .instructions import (
@@ -24,28 +23,11 @@ from .instructions import (
     integers,
     intrinsic_of,
     load,
-    permute,
 )
 from .matrix_tiles import STEP, TILE, TILE_BYTES
+from .pairs import nearest, upper_halves
 
 SPLIT = 3  # parts of a number that is not rounded
-SHORT = ir.IntType(16)
-
-
-def _upper_halves(builder: Any, first: Any, second: Any) -> Any:
-    """The upper halves of the lanes of two vectors, one after the other."""
-    words = ir.VectorType(SHORT, 2 * LANES)
-    halves = [builder.bitcast(value, words) for value in (first, second)]
-    return permute(builder, halves, range(1, 4 * LANES, 2))
-
-
-def _nearest(builder: Any, value: Any) -> Any:
-    """A vector whose upper halves are its numbers rounded to nearest, with ties to even; NaN stays NaN."""
-    bits = builder.bitcast(value, INTEGERS)
-    odd = builder.and_(builder.lshr(bits, integers(16)), integers(1))
-    rounded = builder.add(builder.add(bits, integers(0x7FFF)), odd)
-    rounded = builder.select(builder.fcmp_unordered("uno", value, value), integers(0x7FC00000), rounded)
-    return builder.bitcast(rounded, VECTOR)
 
 
 def _rest(builder: Any, value: Any) -> Any:
@@ -68,9 +50,9 @@ def _store_steps(parts: int) -> Any:
             source, *targets = carried
             halves = [load(builder, source, LANES * half) for half in (0, 1)]
             if parts == 1:
-                halves = [_nearest(builder, half) for half in halves]
+                halves = [nearest(builder, half) for half in halves]
             for target in targets:
-                shorts = _upper_halves(builder, *halves)
+                shorts = upper_halves(builder, *halves)
                 builder.store(shorts, builder.inttoptr(target, shorts.type.as_pointer()), align=2)
                 halves = [_rest(builder, half) for half in halves]
             return [

@@ -85,9 +85,9 @@ def test_dense_models(architecture, dtype):
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_models_with_weights_of_bfloat16(quantization):
-    """Activations are float32; operands are rounded where the processor has matrix units."""
+    """Activations are float32; operands are rounded where the processor multiplies bfloat16."""
     model = tiny("LlamaForCausalLM", "bfloat16")
-    assert model.operand_dtype == ("bfloat16" if skinny_matmul.has_matrix_units() else "float32")
+    assert model.operand_dtype == ("bfloat16" if skinny_matmul.rounds_operands() else "float32")
     assert_same_bits(quantised(model, quantization) if quantization else model, "bfloat16")
 
 

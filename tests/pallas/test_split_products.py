@@ -8,7 +8,9 @@ import pytest
 from entropic_jax.pallas import skinny_matmul as package
 from entropic_jax.pallas.skinny_matmul import by_columns, cpu, in_blocks, in_tiles, skinny_matmul
 
-WITH_UNITS = pytest.mark.skipif(not package.has_matrix_units(), reason="the processor has no matrix units")
+WITH_UNITS = pytest.mark.skipif(
+    not cpu.splits_operands("bfloat16"), reason="the processor has no matrix units"
+)
 ROWS = (1, 2, 5, 6, 16, 17, 31, 32, 33, 64, 65, 100)
 
 

@@ -52,7 +52,7 @@ class Ours:
         self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
         if half:
             rounded = self.model.operand_dtype == "bfloat16"
-            operands = "bf16 products (AMX)" if rounded else "products in float32"
+            operands = "bf16 products" if rounded else "products in float32"
             self.detail = f"bf16 weights, {operands}, bf16 KV"
 
     def open(self, batch: int, capacity: int) -> None:

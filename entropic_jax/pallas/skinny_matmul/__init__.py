@@ -16,8 +16,8 @@ Args:
         products are multiplied; for packed weights a tuple of `[inputs / group, outputs]`, bfloat16, a scale
         for each group of neighbouring inputs of a column. Empty for other weights.
     operand_dtype: None, or "bfloat16" for products of operands that are rounded to it, with sums in the dtype
-        of x: what matrix units compute. Numbers of 8 bits are bfloat16 as they are; their scales multiply the
-        sums.
+        of x: what matrix units and AVX512-BF16 compute. Numbers of 8 bits are bfloat16 as they are; their
+        scales multiply the sums.
 
 Returns:
     A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Each row of a result depends, bit
@@ -43,13 +43,13 @@ from .reference import BLOCK_COLUMNS, TILE_INPUTS, by_columns, in_blocks, in_til
 __all__ = [
     "SKINNY_ROWS",
     "by_columns",
-    "has_matrix_units",
     "in_blocks",
     "in_tiles",
     "multiplies",
     "reads_as_stored",
     "reads_blocked",
     "reads_tiles",
+    "rounds_operands",
     "skinny_matmul",
 ]
 
@@ -79,8 +79,8 @@ def reads_tiles(weight: jax.Array) -> bool:
     return reads_blocked(weight) and whole_tiles and cpu.splits_operands(weight.dtype.name)
 
 
-def has_matrix_units() -> bool:
-    """Whether a kernel multiplies rows rounded to bfloat16, on the processor's matrix units."""
+def rounds_operands() -> bool:
+    """Whether a kernel of this machine multiplies rows that are rounded to bfloat16."""
     return "cpu" in SKINNY_MATMUL.candidates() and cpu.rounds_operands()
 
 

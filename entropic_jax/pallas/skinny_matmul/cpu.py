@@ -2,8 +2,8 @@
 
 XLA hands each product to threads of its own and waits for them, however small it is, and multiplies bfloat16
 at a fraction of the memory's bandwidth. Here bfloat16 is widened in registers: weights that were published in
-bfloat16 take half of the time of float32, with the same result. Matrix units multiply them by rows of float32
-in parts, with the precision of float32.
+bfloat16 take half of the time of float32, with the same result. Matrix units (AMX) multiply them by rows of
+float32 in parts, with the precision of float32; they and AVX512-BF16 multiply rows that are rounded.
 """
 
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.matrix_units import matrix_units_missing
+from ...cpu_runtime.matrix_units import matrix_units_missing, rounded_products_missing
 from ...cpu_runtime.run_once import run_once
 from .reference import BLOCK_COLUMNS
 
@@ -23,7 +23,7 @@ PACKED = "uint8"  # two numbers of 4 bits
 GROUP_STEP = 32  # inputs; groups are multiples of it
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", PACKED)
 SCALED = ("int8", "float8_e4m3fn")  # by column
-ROUNDED = "bfloat16"  # operands of the matrix units
+ROUNDED = "bfloat16"  # operands of the matrix units, and of AVX512-BF16
 ROUNDED_WEIGHTS = ("bfloat16", *SCALED)  # whose numbers bfloat16 holds
 
 
@@ -49,7 +49,7 @@ def _check_rows(rows: int) -> None:
 
 def rounds_operands() -> bool:
     """Whether `skinny_matmul` accepts `operand_dtype="bfloat16"`."""
-    return cpu_runtime.unavailable_reason() is None and matrix_units_missing() is None
+    return cpu_runtime.unavailable_reason() is None and rounded_products_missing() is None
 
 
 def skinny_matmul(
@@ -62,7 +62,7 @@ def skinny_matmul(
 
     The contract is in the package's docstring.
     """
-    reason = cpu_runtime.unavailable_reason() or (operand_dtype and matrix_units_missing())
+    reason = cpu_runtime.unavailable_reason() or (operand_dtype and rounded_products_missing())
     if reason:
         raise NotImplementedError(reason)
     accepted = WEIGHT_DTYPES if operand_dtype is None else ROUNDED_WEIGHTS
@@ -81,8 +81,11 @@ def skinny_matmul(
     columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * BLOCK_COLUMNS for w in weights)
     (dtype,) = dtypes
     operands = "rounded" if operand_dtype is not None else "split" if splits_operands(dtype) else "float32"
-    if layouts == {"tiles"} and (operands == "float32" or dtype != ROUNDED):
+    has_units = matrix_units_missing() is None
+    if layouts == {"tiles"} and (operands == "float32" or dtype != ROUNDED or not has_units):
         raise NotImplementedError(f"tiles of {dtype}: only matrix units read tiles, of {ROUNDED}")
+    if operands == "rounded" and not has_units and x.shape[1] % 2:
+        raise NotImplementedError(f"{x.shape[1]} inputs: only an even number is supported by AVX512-BF16")
     name = _register(dtype, operands, *layouts)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
@@ -101,11 +104,13 @@ def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
 
 def splits_operands(dtype: str) -> bool:
     """Whether float32 rows are multiplied by weights of a dtype on matrix units, in parts of bfloat16."""
-    return dtype == ROUNDED and rounds_operands()
+    if dtype != ROUNDED or cpu_runtime.unavailable_reason() is not None:
+        return False
+    return matrix_units_missing() is None
 
 
 def _layout(weight: jax.Array) -> str:
-    """How a weight lies; see `cpu_matrix_units.build`."""
+    """How a weight lies: "columns", "blocks" or "tiles"."""
     if weight.ndim == 2:
         return "columns"
     return "blocks" if weight.shape[2] == BLOCK_COLUMNS else "tiles"
@@ -117,23 +122,29 @@ def _register(dtype: str, operands: str, layout: str) -> str:
 
     Args:
         dtype: of the weights.
-        operands: "float32" as they are; on matrix units "rounded" to bfloat16, or "split" into parts of it.
-        layout: see `cpu_matrix_units.build`.
+        operands: "float32" as they are, "rounded" to bfloat16, or "split" into parts of it.
+        layout: see `_layout`.
     """
     suffixes = [suffix for suffix in (layout, operands) if suffix not in ("columns", "float32")]
     name = "_".join(["entropic_skinny_matmul", dtype, *suffixes])
     if operands == "float32":
         register(name, lambda: _compile(name, dtype, layout == "blocks"))
     else:
-        register(name, lambda: _compile_for_units(name, dtype, layout, operands))
+        register(name, lambda: _compile_rounded(name, dtype, layout, operands))
     return name
 
 
-def _compile_for_units(name: str, dtype: str, layout: str, operands: str) -> Iterator[tuple[str, Any]]:
+def _compile_rounded(name: str, dtype: str, layout: str, operands: str) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.row_tiles import SPLIT
-    from .cpu_matrix_units import build
+    from . import cpu_matrix_units, cpu_pairs
+    from .cpu_rounded import build
 
-    yield from build(name, dtype, dtype in SCALED, layout, SPLIT if operands == "split" else 1)
+    if matrix_units_missing() is None:
+        parts = SPLIT if operands == "split" else 1
+        instructions = cpu_matrix_units.instructions(dtype, layout, parts)
+    else:
+        instructions = cpu_pairs.instructions(dtype, layout != "columns")
+    yield from build(name, dtype, dtype in SCALED, layout != "columns", instructions)
 
 
 def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:

@@ -24,20 +24,28 @@ MAX_TILES = 3  # that share a short panel
 
 
 @cache
-def multiply_block(dtype: str) -> Any:
+def multiply_block(dtype: str, rounded: bool = False) -> Any:
     """`multiply_block(x, rows, inputs, weight, stride, width, out, following)`: all rows times a block.
 
     Addresses are those of the first element in the block; a row of the weight has `stride` elements, one of
     out `width`. The first panel at the address `following` is prefetched at the end.
+
+    Args:
+        dtype: of the weight.
+        rounded: whether x is of pairs of bfloat16, whose number is `inputs`.
     """
-    block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
-    lines = block * size // CACHE_LINE
+    block, most, rows_of_input = matmul.BLOCK, matmul.MAX_TILE_ROWS, 2 if rounded else 1
+    size = rows_of_input * ITEMSIZE[dtype]
+    lines_of_row = block * ITEMSIZE[dtype] // CACHE_LINE
+    lines = rows_of_input * lines_of_row
     half, quarter = max(1, lines // 2), max(1, lines // 4)
     fewest = (most + 1) // 2  # rows of a tile where there are several
-    direct = matmul.tiles(dtype, "weight", lines)
-    copy_half, copy_quarter = (matmul.tiles(dtype, "both", count, fewest) for count in (half, quarter))
+    direct = matmul.tiles(dtype, "weight", lines, 1, rounded)
+    copy_half, copy_quarter = (
+        matmul.tiles(dtype, "both", count, fewest, rounded) for count in (half, quarter)
+    )
     panel_half, panel_quarter, panel_only = (
-        matmul.tiles(dtype, "panel", count, fewest) for count in (half, quarter, 0)
+        matmul.tiles(dtype, "panel", count, fewest, rounded) for count in (half, quarter, 0)
     )
 
     @njit(**EXACT)
@@ -52,7 +60,8 @@ def multiply_block(dtype: str) -> Any:
             for tile in range(tiles):
                 n = (rows - row + tiles - tile - 1) // (tiles - tile)
                 source, target = x + 4 * row * inputs, out + 4 * row * width
-                ahead = next_panel + line * CACHE_LINE
+                ahead = next_panel + line % lines_of_row * CACHE_LINE
+                ahead += line // lines_of_row * (size // rows_of_input) * stride
                 arguments = source, inputs, begin, end, weight, stride, target, width, memory, ahead
                 many = tiles == 2 or (tiles == 3 and tile == 0)  # lines to prefetch
                 if tiles == 1:
@@ -74,13 +83,19 @@ def multiply_block(dtype: str) -> Any:
 
 
 @cache
-def multiply_part(dtype: str) -> Any:
+def multiply_part(dtype: str, rounded: bool = False) -> Any:
     """`multiply_part(x, rows, inputs, weight, width, out, columns)`: all rows times a part of a block.
 
     It computes a whole block from a panel with zeros, in memory of its own.
+
+    Args:
+        dtype: of the weight.
+        rounded: see `multiply_block`.
     """
-    block, most, size = matmul.BLOCK, matmul.MAX_TILE_ROWS, ITEMSIZE[dtype]
-    load_block, tile = matmul.load_block(dtype), matmul.tiles(dtype, "panel", 0)
+    block, most, rows_of_input = matmul.BLOCK, matmul.MAX_TILE_ROWS, 2 if rounded else 1
+    size = rows_of_input * ITEMSIZE[dtype]
+    load_block, tile = matmul.load_block(dtype), matmul.tiles(dtype, "panel", 0, 1, rounded)
+    join_rows = matmul.join_rows()
 
     @njit(**EXACT)
     def multiply_part(x, rows, inputs, weight, width, out, columns):
@@ -89,7 +104,10 @@ def multiply_part(dtype: str) -> Any:
         out_array = floats(out, ((rows - 1) * width + columns,))
         for begin in range(0, inputs, PANEL):
             end = min(begin + PANEL, inputs)
-            load_block(weight + begin * size * width, width, end - begin, columns, memory)
+            number = rows_of_input * (end - begin)
+            load_block(weight + begin * size * width, width, number, columns, memory)
+            if rounded:
+                join_rows(memory, end - begin)
             for row in range(0, rows, most):
                 n = min(most, rows - row)
                 if begin > 0:

@@ -8,7 +8,6 @@ numbers exactly.
 Only a process that compiles imports this module, because it imports Numba.
 """
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -16,148 +15,49 @@ import numpy as np
 
 from ...cpu_runtime import matmul, row_tiles, weight_tiles
 from ...cpu_runtime import matrix_tiles as tiles
-from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE
-from ...cpu_runtime.kernel import (
-    EXACT,
-    allocate,
-    array,
-    floats,
-    free,
-    njit,
-    operand,
-    parallel_for,
-    result,
-    stack_memory,
-    symbol_address,
-    thread_task,
-    words,
-    xla_handler,
-)
-from ...cpu_runtime.thread_pool import num_threads, take
-from .cpu_blocks import block_places, scale_columns
+from ...cpu_runtime.instructions import ITEMSIZE
+from ...cpu_runtime.kernel import EXACT, array, floats, njit, stack_memory
+from .cpu_rounded import InstructionSet
 
 PANEL = 256  # inputs: a panel of a block, and two tiles of rows, fit into the first-level cache
 COLUMN_TILES = matmul.BLOCK // tiles.TILE
 COLUMN_STRIDE = PANEL // tiles.STEP * tiles.TILE_BYTES
-ROWS_PER_CHUNK = 8  # that a thread lays out at a time
-OWN_ROWS, OWN_BYTES = 64, 2**23  # up to which every thread lays out the rows for itself
-# The words of a job: XLA's call, the address of tiles and the bytes of each copy of them, 0 for one that all
-# threads read; and what is left, which changes as blocks are taken.
-FRAME, TILES, COPY, COUNTER, JOB_WORDS = 0, 1, 2, 8, 16
 GROUP = 32  # rows whose parts, a few full tiles, are multiplied before their products are added
 PART = matmul.MAX_PANEL  # inputs of a part of a block that are widened at a time
 
 panel_memory = stack_memory(COLUMN_TILES * COLUMN_STRIDE)
 sum_memory = stack_memory(4 * tiles.TILE * matmul.BLOCK)
 part_memory = stack_memory(4 * row_tiles.SPLIT * GROUP * matmul.BLOCK)
-job_memory = stack_memory(8 * JOB_WORDS)
-configuration_memory = stack_memory(2 * tiles.CONFIGURATION)
 
 
-def build(name: str, dtype: str, scaled: bool, layout: str, parts: int) -> Iterator[tuple[str, Any]]:
-    """The builder of the product with weights of a dtype; see `code_cache`.
+def instructions(dtype: str, layout: str, parts: int) -> InstructionSet:
+    """The products on matrix units.
 
     Args:
-        name: the symbol of the kernel.
         dtype: of the weights.
-        scaled: whether their columns have scales.
         layout: "columns"; "blocks" if they lie block by block; "tiles" if blocks lie in tiles.
         parts: numbers of bfloat16 that stand for one of a row: 1, or `row_tiles.SPLIT`.
     """
-    num_blocks = block_places(layout != "columns")[0]
-    multiply_blocks = _multiply_blocks(dtype, scaled, layout, parts)
-    store_rows, configure = row_tiles.store_rows(parts), tiles.configure()
-
-    @njit(**EXACT)
-    def bytes_of_tiles(rows, inputs):
-        steps = (inputs + tiles.STEP - 1) // tiles.STEP
-        return (parts * rows + tiles.TILE - 1) // tiles.TILE * steps * tiles.TILE_BYTES
-
-    @njit(**EXACT)
-    def lay_out_rows(job_address, number):
-        """Some rows as rows of tiles that all threads read."""
-        job = words(job_address, JOB_WORDS)
-        x, shape = operand(job[FRAME], 0)
-        begin = number * ROWS_PER_CHUNK
-        store_rows(x, begin, min(shape[0], begin + ROWS_PER_CHUNK), shape[1], job[TILES])
-
-    @njit(**EXACT)
-    def work(job_address, number):
-        """What a thread does. It lays out a few rows itself: to read them from another takes longer."""
-        job = words(job_address, JOB_WORDS)
-        if job[COUNTER] >= num_blocks(job[FRAME]):
-            return
-        x, shape = operand(job[FRAME], 0)
-        tiled = job[TILES]
-        if job[COPY] > 0:
-            tiled += number * job[COPY]
-            store_rows(x, 0, shape[0], shape[1], tiled)
-        before = configuration_memory()
-        tiles.store_configuration(before)
-        configure(before + tiles.CONFIGURATION, min(parts * shape[0], tiles.TILE))
-        multiply_blocks(job[FRAME], job_address + 8 * COUNTER, tiled)
-        tiles.load_configuration(before)
-
-    yield f"{name}_rows", thread_task(lay_out_rows)
-    yield f"{name}_work", thread_task(work)
-    rows_address, work_address = symbol_address(f"{name}_rows"), symbol_address(f"{name}_work")
-
-    @njit(**EXACT)
-    def body(frame):
-        rows, inputs = operand(frame, 0)[1][0], operand(frame, 0)[1][1]
-        job_address = job_memory()
-        job = words(job_address, JOB_WORDS)
-        size, copies = bytes_of_tiles(rows, inputs), num_threads()
-        owned = rows <= OWN_ROWS and copies * size <= OWN_BYTES
-        memory = allocate(CACHE_LINE + (copies * size if owned else size))
-        job[FRAME], job[TILES], job[COUNTER] = frame, (memory + CACHE_LINE - 1) & -CACHE_LINE, 0
-        job[COPY] = size if owned else 0
-        if not owned:
-            parallel_for(rows_address(), job_address, (rows + ROWS_PER_CHUNK - 1) // ROWS_PER_CHUNK)
-        parallel_for(work_address(), job_address, num_threads())
-        free(memory)
-
-    yield name, xla_handler(body)
-
-
-def _multiply_blocks(dtype: str, scaled: bool, layout: str, parts: int) -> Any:
-    """`multiply_blocks(frame, counter, tiled)`: all rows times the blocks of columns that a thread gets.
-
-    It takes neighbouring ones from the counter at an address until none are left. `tiled` is the address of
-    the rows as tiles; the arguments are those of `build`.
-    """
-    blocked, size, scale = layout != "columns", ITEMSIZE[dtype], scale_columns()
-    num_blocks, blocks_per_chunk, locate, _ = block_places(blocked)
+    configure = tiles.configure()
     multiply = multiply_tiles() if layout == "tiles" else multiply_block(dtype)
     if parts > 1:
         multiply = add_split_products(multiply)
 
     @njit(**EXACT)
-    def multiply_blocks(frame, counter, tiled):
-        count = num_blocks(frame)
-        per_chunk = blocks_per_chunk(count)
-        shape = operand(frame, 0)[1]
-        rows, inputs = shape[0], shape[1]
-        begin = take(counter, per_chunk)
-        while begin < count:
-            end = min(count, begin + per_chunk)
-            for b in range(begin, end):
-                w, column = locate(frame, b)
-                weight, weight_shape = operand(frame, 1 + w)
-                width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
-                stride = matmul.BLOCK if blocked else width
-                column_size = size * inputs if blocked else size
-                likely = b + 1 if b + 1 < end else min(count - 1, begin + num_threads() * per_chunk)
-                next_weight, next_column = locate(frame, likely)
-                following = operand(frame, 1 + next_weight)[0] + column_size * next_column
-                out, columns = result(frame, w)[0] + 4 * column, min(matmul.BLOCK, width - column)
-                weight += column_size * column
-                multiply(tiled, rows, inputs, weight, stride, width, out, columns, following)
-                if scaled:
-                    scale(frame, w, column, out, rows, width, columns)
-            begin = take(counter, per_chunk)
+    def bytes_of_rows(rows, inputs):
+        steps = (inputs + tiles.STEP - 1) // tiles.STEP
+        return (parts * rows + tiles.TILE - 1) // tiles.TILE * steps * tiles.TILE_BYTES
 
-    return multiply_blocks
+    @njit(**EXACT)
+    def begin(state, rows):
+        tiles.store_configuration(state)
+        configure(state + tiles.CONFIGURATION, min(parts * rows, tiles.TILE))
+
+    @njit(**EXACT)
+    def end(state):
+        tiles.load_configuration(state)
+
+    return InstructionSet(bytes_of_rows, row_tiles.store_rows(parts), begin, end, multiply)
 
 
 @cache
