@@ -2,7 +2,8 @@
 
 Query heads are computed in batches, but each by itself: what is computed for a head, and in which order, does
 not depend on how many there are. The public functions return functions for Numba code, specialised for the
-given sizes. Addresses are integers; weights, sums and queries are float32. `attention_scores` has the scores.
+given sizes. Addresses are integers; weights, sums and queries are float32, or rounded to bfloat16 where a
+function says so. `attention_scores` has the scores.
 """
 
 from functools import cache
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from .attention_scores import NARROW_SUMS, padded
-from .control_flow import loop
+from .control_flow import loop, when
 from .head_batches import HeadBatches, Prefetcher, batch_sizes
 from .instructions import (
     FLOAT,
@@ -31,13 +32,14 @@ from .instructions import (
     multiply_add,
     store,
 )
+from .pairs import add_dot, load_pairs, nearest, store_upper_halves
 
 SLACK = 8.0  # nats by which scores may exceed the subtrahend of the softmax before it is raised
 ROWS_AT_ONCE = 8  # values that are added up between two prefetches
 
 
 @cache
-def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool) -> Any:
+def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool, rounded: bool = False) -> Any:
     """`softmax(scores, top, total, out, begin, end, key_scale, value_scale)`: an online softmax of a head.
 
     The scores of a page become weights exp(score − top), 0 in the other lanes of vectors at the ends. `top`
@@ -51,6 +53,8 @@ def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool) -> Any:
             up, by those at `value_scale`, each `[padded(page_size)]`.
         wide: whether registers are those of AVX-512. If not, a loop of its own computes the
             exponentials, so that their constants stay in registers.
+        rounded: whether the weights are stored as bfloat16, in the first half of the memory of the scores.
+            They are added up before they are rounded.
     """
     low, zero = constant(float(np.finfo(np.float32).min)), constant(0)
     parts = head_dim // LANES
@@ -86,7 +90,11 @@ def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool) -> Any:
                 else:
                     power = load(builder, scores, t)
                 weight = inside(t, power, zero)
-                store(builder, scaled_by(weight, value_scale, t), scores, t)
+                if rounded:
+                    address = builder.add(scores, builder.shl(t, WORD(1)))
+                    store_upper_halves(builder, nearest(builder, weight), address)
+                else:
+                    store(builder, scaled_by(weight, value_scale, t), scores, t)
                 return [builder.fadd(carried[0], weight)]
 
             if not wide:
@@ -133,7 +141,9 @@ def _raise_top(builder: Any, maximum: Any, top: Any, total: Any, out: Any, parts
 
 
 @cache
-def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) -> Any:
+def accumulate(
+    group: int, head_dim: int, page_size: int, dtype: str, wide: bool, rounded: bool = False
+) -> Any:
     """`accumulate(weights, values, out, heads, begin, end, next_tile)`: out[h] += Σ weights[h, t] values[t].
 
     Args:
@@ -143,8 +153,10 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool
         dtype: of the values. The tile at the address `next_tile` is prefetched on the way.
         wide: whether registers are those of AVX-512. If not, a batch of heads reads the columns of a tile in
             several turns, so that its sums stay in registers.
+        rounded: whether weights and values are of bfloat16, and multiplied in pairs of two rows (see
+            `pairs`); the weights are those of `softmax`. What a row that is not seen holds has no effect.
     """
-    parts, stride = head_dim // LANES, padded(page_size)
+    parts, stride, add = head_dim // LANES, padded(page_size), add_dot if rounded else multiply_add
     sizes = batch_sizes(max(1, 16 // parts) if wide else NARROW_SUMS, group)
 
     def emit(builder, values):
@@ -166,30 +178,67 @@ def accumulate(group: int, head_dim: int, page_size: int, dtype: str, wide: bool
             places = [builder.add(base, WORD((g * parts + j) * LANES)) for g in range(size) for j in chosen]
             start = [load(builder, out, place) for place in places]
 
-            def row(t, sums):
-                offset = builder.mul(t, WORD(head_dim))
-                part_offset = lambda j: builder.add(offset, WORD(j * LANES))
-                value = [load_widened(builder, data, part_offset(j), dtype) for j in chosen]
+            def add_products(t, sums, value):
+                """Add the products of parts of values, and weights that lie `t` floats behind the first."""
                 after = []
                 for g in range(size):
                     place = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(stride)), t)
                     weight = broadcast(builder, load(builder, weights, place, FLOAT))
                     for j, part in enumerate(value):
-                        after.append(multiply_add(builder, part, weight, sums[g * len(chosen) + j]))
+                        after.append(add(builder, part, weight, sums[g * len(chosen) + j]))
                 return after
 
-            def rows(t, sums):
+            def row(t, sums):
+                offset = builder.mul(t, WORD(head_dim))
+                part_offset = lambda j: builder.add(offset, WORD(j * LANES))
+                return add_products(
+                    t, sums, [load_widened(builder, data, part_offset(j), dtype) for j in chosen]
+                )
+
+            def pair(t, sums, seen=(True, True)):
+                """The rows t, which is even, and t + 1, as far as they are seen."""
+                row_bytes = WORD(head_dim * ITEMSIZE[dtype])
+                address = builder.add(data, builder.mul(t, row_bytes))
+                value = [load_pairs(builder, address, row_bytes, j * LANES, dtype, seen) for j in chosen]
+                return add_products(builder.lshr(t, WORD(1)), sums, value)
+
+            def rows(t, sums, last):
                 if chosen.start == 0:
                     step = builder.add(first_step, builder.udiv(t, WORD(ROWS_AT_ONCE)))
                     prefetcher.take_step(next_tile, step)
                 after = builder.add(t, WORD(ROWS_AT_ONCE))
-                after = builder.select(builder.icmp_signed("<", after, end), after, end)
-                return loop(builder, t, after, 1, sums, row)
+                after = builder.select(builder.icmp_signed("<", after, last), after, last)
+                return loop(builder, t, after, 2 if rounded else 1, sums, pair if rounded else row)
 
-            sums = loop(builder, begin, end, ROWS_AT_ONCE, start, rows)
+            if rounded:
+                sums = _with_odd_rows(builder, begin, end, start, pair, rows)
+            else:
+                sums = loop(builder, begin, end, ROWS_AT_ONCE, start, lambda t, sums: rows(t, sums, end))
             for place, x in zip(places, sums, strict=True):
                 store(builder, x, out, place)
 
         batches.emit(WORD(0), heads, batch)
 
     return intrinsic_of(7, emit)
+
+
+def _with_odd_rows(builder: Any, begin: Any, end: Any, sums: list[Any], pair: Any, rows: Any) -> list[Any]:
+    """Emit `accumulate` in pairs: a first row alone if its number is odd, and a last one if it is even.
+
+    Args:
+        builder: of the function.
+        begin: the first row.
+        end: the row behind the last.
+        sums: the weighted sums before.
+        pair: `pair(t, sums, seen)` emits the products of a pair of rows.
+        rows: `rows(t, sums, last)` emits those of `ROWS_AT_ONCE` rows, of which `last` is not one any more.
+    """
+
+    def is_odd(number):
+        return builder.icmp_signed("!=", builder.and_(number, WORD(1)), WORD(0))
+
+    before, after = builder.sub(begin, WORD(1)), builder.sub(end, WORD(1))
+    sums = when(builder, is_odd(begin), sums, lambda sums: pair(before, sums, (False, True)))
+    first, last = builder.and_(builder.add(begin, WORD(1)), WORD(-2)), builder.and_(end, WORD(-2))
+    sums = loop(builder, first, last, ROWS_AT_ONCE, sums, lambda t, sums: rows(t, sums, last))
+    return when(builder, is_odd(end), sums, lambda sums: pair(after, sums, (True, False)))

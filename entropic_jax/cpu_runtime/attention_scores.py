@@ -26,6 +26,7 @@ from .instructions import (
     sum_lanes_of_fours,
     transpose_fours,
 )
+from .pairs import add_dot
 
 CHUNK = 4  # elements of a key, or of a query head, that stand together in a vector of four keys
 QUADS = LANES // CHUNK  # vectors of four keys in a block of keys
@@ -39,7 +40,7 @@ def padded(page_size: int) -> int:
 
 
 @cache
-def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) -> Any:
+def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool, rounded: bool = False) -> Any:
     """`scores(keys, query, out, block, heads, begin, end, next_tile)`: dot products of queries and keys.
 
         out[h, t] = query[h] · keys[t],   begin ≤ t < end
@@ -56,7 +57,11 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) ->
             for `LANES · head_dim` floats.
         wide: whether registers are those of AVX-512. If not, a batch of heads is multiplied by some of the
             vectors of a block of keys at a time, so that its sums stay in registers.
+        rounded: whether keys and query are of bfloat16, and multiplied in pairs (see `pairs`): an element is
+            a pair of two then, and head_dim a multiple of 2 · `LANES`.
     """
+    if rounded:
+        head_dim, dtype = head_dim // 2, "float32"
 
     def emit(builder, values):
         keys, query, out, block, heads, begin, end, next_tile = values
@@ -64,7 +69,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool) ->
         steps = builder.mul(batches.count(heads), WORD(head_dim // LANES))
         prefetcher = Prefetcher(builder, LANES * head_dim * ITEMSIZE[dtype], steps)
         addresses = _Addresses(keys, query, out, block, next_tile)
-        code = _Scores(builder, addresses, batches, prefetcher, head_dim, page_size, dtype, wide)
+        code = _Scores(builder, addresses, batches, prefetcher, head_dim, page_size, dtype, wide, rounded)
 
         def block_of_keys(t, _):
             first = batches.emit_first(heads, lambda h, size: code.batch(t, h, size, code.fours_of_page))
@@ -98,6 +103,7 @@ class _Scores:
     page_size: int
     dtype: str
     wide: bool
+    rounded: bool
 
     def batch(self, t: Any, h: Any, size: int, fours_of: Callable) -> None:
         """Store the scores of `size` heads from `h` and the block of keys from `t`."""
@@ -132,6 +138,7 @@ class _Scores:
     ) -> list[Any]:
         """The sums of heads and quads, with the products of one part of the keys added."""
         builder, sums = self.builder, list(sums)
+        add = add_dot if self.rounded else multiply_add
 
         def query_of(g, m):
             offset = builder.add(builder.mul(builder.add(h, WORD(g)), WORD(self.head_dim)), part)
@@ -145,7 +152,7 @@ class _Scores:
                 for g in range(size):
                     i = g * len(quads) + number_of_quad
                     factor = factors[g, m] if self.wide else query_of(g, m)
-                    sums[i] = multiply_add(builder, four, factor, sums[i])
+                    sums[i] = add(builder, four, factor, sums[i])
         return sums
 
     def store_sums(self, sums_of_quad: dict[tuple[int, int], Any], t: Any, h: Any, size: int) -> None:

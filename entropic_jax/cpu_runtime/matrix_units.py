@@ -27,13 +27,17 @@ def matrix_units_missing() -> str | None:
 
 
 @cache
+def pairs_missing() -> str | None:
+    """The reason why kernels cannot multiply pairs of bfloat16 in vectors (AVX512-BF16); None if they can."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        import llvmlite.binding as llvm
+
+        if llvm.get_host_cpu_features().get("avx512bf16"):
+            return None
+    return "the processor has no AVX512-BF16"
+
+
 def rounded_products_missing() -> str | None:
     """The reason why kernels cannot multiply operands of bfloat16 as they are; None if they can."""
-    missing = matrix_units_missing()
-    if missing is None or platform.machine() not in ("x86_64", "AMD64"):
-        return missing
-    import llvmlite.binding as llvm
-
-    if llvm.get_host_cpu_features().get("avx512bf16"):
-        return None
-    return f"{missing}, nor AVX512-BF16"
+    units, pairs = matrix_units_missing(), pairs_missing()
+    return f"{units}, {pairs}" if units and pairs else None

@@ -65,19 +65,47 @@ def nearest(builder: Any, value: Any) -> Any:
     return builder.bitcast(rounded, VECTOR)
 
 
-def load_pairs(builder: Any, address: Any, row_bytes: Any, column: int, dtype: str) -> Any:
-    """A vector of pairs of a weight, as bits of float32.
+def store_upper_halves(builder: Any, value: Any, address: Any) -> None:
+    """Store the upper halves of the lanes of a vector.
 
     Args:
         builder: of the function.
-        address: of the first row of the pairs.
+        value: vector.
+        address: of the first of them.
+    """
+    bits = builder.lshr(builder.bitcast(value, INTEGERS), integers(16))
+    shorts = builder.trunc(bits, ir.VectorType(SHORT, LANES))
+    builder.store(shorts, builder.inttoptr(address, shorts.type.as_pointer()), align=2)
+
+
+def load_pairs(
+    builder: Any,
+    address: Any,
+    row_bytes: Any,
+    column: int,
+    dtype: str,
+    seen: tuple[bool, bool] = (True, True),
+) -> Any:
+    """A vector of pairs of two rows, as bits of float32.
+
+    Args:
+        builder: of the function.
+        address: of the first row.
         row_bytes: between the two rows.
         column: the first of the columns.
-        dtype: of the weight, whose elements bfloat16 can hold.
+        dtype: of the rows, whose elements bfloat16 can hold.
+        seen: which of the rows are read; 0 stands for the elements of another.
     """
-    rows = address, builder.add(address, row_bytes)
-    first, second = (builder.bitcast(load_widened(builder, row, column, dtype), INTEGERS) for row in rows)
-    both = builder.or_(builder.lshr(first, integers(16)), builder.and_(second, integers(-65536)))
+
+    def bits_of(row):
+        return builder.bitcast(load_widened(builder, row, column, dtype), INTEGERS)
+
+    lower = upper = None
+    if seen[0]:
+        lower = builder.lshr(bits_of(address), integers(16))
+    if seen[1]:
+        upper = builder.and_(bits_of(builder.add(address, row_bytes)), integers(-65536))
+    both = upper if lower is None else lower if upper is None else builder.or_(lower, upper)
     return builder.bitcast(both, VECTOR)
 
 

@@ -8,7 +8,7 @@ nor its neighbours, nor the number of threads changes a bit of the result.
 """
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +17,12 @@ import numpy as np
 from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
+from .cpu_page import Shape, page_attention, rounds_operands
 from .quantised import Quantised
 from .reference import PartialAttention
 
-PIECE = 1024  # positions of one chunk of work
 LOW = np.float32(-1e30)
 MAX_QUERIES = 32  # of a row in `verify`
-
-
-class Shape(NamedTuple):
-    """The static parameters of the kernel."""
-
-    kv_heads: int
-    group: int
-    head_dim: int
-    page_size: int
-    dense: bool  # whether all pages are read, not those of a list
-    dtype: str  # of the pages
-
-    @property
-    def pages_per_piece(self) -> int:
-        return max(1, PIECE // self.page_size)
 
 
 def pool_dtype(keys: Any, values: Any) -> str:
@@ -111,7 +96,8 @@ def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> Pa
     _, kv_heads, _, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: only multiples of 16 are supported")
-    name = _register(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype))
+    rounded = rounds_operands(dtype, head_dim, keys.shape[2])
+    name = _register(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype, rounded))
     scales = ()
     if isinstance(keys, Quantised):
         keys, values, scales = keys.tiles, values.tiles, (keys.scale, values.scale)
@@ -125,7 +111,7 @@ def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> Pa
 def _register(shape: Shape) -> str:
     """Register the kernel for one shape with XLA; returns its name there."""
     name = f"entropic_paged_attention_{shape.kv_heads}_{shape.group}_{shape.head_dim}_{shape.page_size}"
-    name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}"
+    name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}{'_rounded' * shape.rounded}"
     register(name, lambda: _compile(name, shape))
     return name
 
@@ -173,62 +159,6 @@ def _page_readers(shape: Shape) -> tuple[Any, Any]:
     return page_range, page_of_entry
 
 
-def _page_attention(shape: Shape) -> Any:
-    """Compile the attention of all queries of a (row, KV head) to one page."""
-    from ...cpu_runtime import attention, attention_scores, matmul
-    from ...cpu_runtime.instructions import LANES
-    from ...cpu_runtime.kernel import compiled, floats
-
-    group, head_dim, page_size, dtype = shape.group, shape.head_dim, shape.page_size, shape.dtype
-    scaled, stride, block_bytes = dtype == "int8", attention_scores.padded(page_size), 4 * LANES * head_dim
-    sizes = group, head_dim, page_size, dtype, matmul.has_wide_registers()
-    scores, accumulate = attention_scores.scores(*sizes), attention.accumulate(*sizes)
-    softmax = attention.softmax(page_size, head_dim, scaled, matmul.has_wide_registers())
-
-    @compiled
-    def attend_page(query, key, value, next_key, next_value, key_scale, value_scale, state, bounds, scratch):
-        """Positions low[i] … high[i] of the page, where query i sees any."""
-        out, top, total = state
-        low, high = bounds
-        n = low.shape[0]
-        first, last, begin, end = n, 0, page_size, 0
-        for i in range(n):
-            if high[i] > low[i]:
-                first, last = min(first, i), i + 1
-                begin, end = min(begin, low[i]), max(end, high[i])
-        if end == 0:
-            return
-        if scaled and stride > page_size:  # vectors of scales must not reach behind the pool
-            scale = floats(scratch, (2, stride))
-            of_keys, of_values = floats(key_scale, (page_size,)), floats(value_scale, (page_size,))
-            for t in range(page_size):
-                scale[0, t], scale[1, t] = of_keys[t], of_values[t]
-            key_scale, value_scale = scratch, scratch + 4 * stride
-        block, weights = scratch + 8 * stride, scratch + 8 * stride + block_bytes
-        heads = 4 * first * group * head_dim
-        scores(key, query + heads, weights, block, (last - first) * group, begin, end, next_key)
-        i = first
-        while i < last:
-            # Queries that see the same positions go together; none may touch a value that it does not see.
-            number = 1
-            while i + number < last and low[i + number] == low[i] and high[i + number] == high[i]:
-                number += 1
-            if high[i] > low[i]:
-                start = weights + 4 * (i - first) * group * stride
-                for g in range(number * group):
-                    h = i * group + g
-                    sums = out + 4 * h * head_dim
-                    weight = start + 4 * g * stride
-                    softmax(
-                        weight, top + 4 * h, total + 64 * h, sums, low[i], high[i], key_scale, value_scale
-                    )
-                sums = out + 4 * i * group * head_dim
-                accumulate(start, value, sums, number * group, low[i], high[i], next_value)
-            i += number
-
-    return attend_page
-
-
 def _piece_readers(shape: Shape, page_range: Any, page_of_entry: Any) -> tuple[Any, Any]:
     """Compile the functions that read where a piece of the work lies."""
     from ...cpu_runtime.kernel import compiled, integers, operand, words
@@ -260,12 +190,13 @@ def _piece_readers(shape: Shape, page_range: Any, page_of_entry: Any) -> tuple[A
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
+    from ...cpu_runtime import pairs
     from ...cpu_runtime.attention_scores import padded
     from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
     from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
 
-    kv_heads, group, head_dim, page_size, dense, dtype = shape
-    attend_page, scaled = _page_attention(shape), dtype == "int8"
+    kv_heads, group, head_dim, page_size, dense, dtype, rounded = shape
+    attend_page, round_query, scaled = page_attention(shape), pairs.store_rows(), dtype == "int8"
     place_of_piece, tile_of_entry = _piece_readers(shape, page_range, page_of_entry)
     tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
@@ -290,14 +221,18 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         key_scales, value_scales = np.int64(0), np.int64(0)
         if scaled:
             key_scales, value_scales = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
-        # Totals by lane; scales, a block of keys and weights of a page; bounds.
+        # Totals by lane; scales, a block of keys and weights of a page; rounded queries; bounds.
         scratch_bytes = page_scratch + heads * weight_bytes
-        memory = allocate(CACHE_LINE + 4 * LANES * heads + scratch_bytes + 16 * n)
+        query_bytes = 2 * heads * head_dim if rounded else 0
+        memory = allocate(CACHE_LINE + 4 * LANES * heads + scratch_bytes + query_bytes + 16 * n)
         total_address = (memory + CACHE_LINE - 1) & -CACHE_LINE
         total = floats(total_address, (heads, LANES))
         total[:] = np.float32(0)
         scratch = total_address + 4 * LANES * heads
-        bound_address = scratch + scratch_bytes
+        if rounded:
+            round_query(query, 0, heads, head_dim, scratch + scratch_bytes)
+            query = scratch + scratch_bytes
+        bound_address = scratch + scratch_bytes + query_bytes
         low, high = words(bound_address, n), words(bound_address + 8 * n, n)
         next_tile = tile_of_entry(frame, row, head, begin)
         for entry in range(begin, end):

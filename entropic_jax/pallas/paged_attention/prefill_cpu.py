@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from ...cpu_runtime import check_prefill
-from .cpu import MAX_QUERIES, PIECE, verify
+from .cpu import MAX_QUERIES, verify
+from .cpu_page import PIECE
 
 MOST_PARTIALS = 1 << 26  # bytes of partial results, which the kernel keeps until a call ends
 
