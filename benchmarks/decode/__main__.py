@@ -28,7 +28,8 @@ from ..harness.publishing import (
 )
 from . import measure, report
 
-DEFAULT = [name for name in ENGINES if name not in ("torch-compile", "transformers-batched")]
+OPTIONAL = ("torch-compile", "transformers-batched")
+DEFAULT = [name for name, (_, kind) in ENGINES.items() if name not in OPTIONAL and not kind.startswith("int")]
 
 
 def comma_separated_integers(text: str) -> list[int]:

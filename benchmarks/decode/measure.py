@@ -85,7 +85,8 @@ def measure_cell(
         for kind in ("prefill", "decode"):
             if result[kind]:
                 result[f"{kind}_rate"] = spread([x["tokens"] / x["seconds"] for x in result[kind]])
-    generated = {name: np.concatenate(parts, 1) for name, parts in tokens.items() if not ENGINES[name][1]}
+    exact = [name for name in tokens if ENGINES[name][1] == "float32"]
+    generated = {name: np.concatenate(tokens[name], 1) for name in exact}
     # A step reads every weight once (the tied embedding as the head) and the keys and values up to itself.
     length = context + 1 + WARM_STEPS + options.repeat * steps / 2
     weights = (engines.directory / "huggingface" / "model.safetensors").stat().st_size

@@ -9,7 +9,11 @@ from rich.table import Table as RichTable
 from ..harness.provenance import stamp
 from ..harness.tables import Table, print_tables
 
+NARROW = ("-half", "-int8", "-int4")  # engines that read fewer bytes than those of float32
 MEASURED_CODE = ("entropic_jax", "models")  # every module that a step of decoding runs
+
+
+FLOOR = ("MB/step", "copy floor", "ours", "of floor", "at median")  # columns of the engine in float32
 
 
 def rate(value: float) -> str:
@@ -33,9 +37,10 @@ def rates(cell: dict[str, Any], engine: str, kind: str) -> str:
 
 
 def ratio(cell: dict[str, Any], engine: str, kind: str) -> str:
-    """Ours over an engine, of the medians; in half precision over one in half precision."""
-    same = "ours-half" if engine.endswith("-half") and engine != "ours-half" else "ours"
-    name = same if same in cell["engines"] else "ours"
+    """Ours over an engine, of the medians; in the precision of the engine, if that was measured."""
+    _, hyphen, precision = engine.partition("-")
+    same = f"ours{hyphen}{precision}"
+    name = same if same in cell["engines"] and same != engine else "ours"
     ours, other = (cell["engines"].get(which, {}).get(f"{kind}_rate") for which in (name, engine))
     return f"{ours['median'] / other['median']:.2f}×" if ours and other else "–"
 
@@ -43,7 +48,7 @@ def ratio(cell: dict[str, Any], engine: str, kind: str) -> str:
 def share(cell: dict[str, Any], engine: str, results: dict[str, Any], kind: str = "best") -> str:
     """The decoding speed of an engine over the floor; nothing for one that reads fewer bytes."""
     measured = cell["engines"].get(engine, {}).get("decode_rate")
-    if not measured or "-half" in engine:
+    if not measured or engine.endswith(NARROW):
         return ""
     return f"{measured['median'] / floor(cell, results, kind):.0%}"
 
@@ -52,13 +57,18 @@ def tables(results: dict[str, Any]) -> list[Table]:
     """Speed of decoding, speed of prefill, and agreement, as text: one line for a cell."""
     cells = results["cells"]
     engines = [name for name in cells[0]["engines"] if name != "ours"]
+    exact = "ours" in cells[0]["engines"]
     rows: dict[str, list[list[str]]] = {"decode": [], "prefill": [], "agreement": []}
     for cell in cells:
         place = [f"{cell['context']}", f"{cell['batch']}"]
-        row = [*place, f"{cell['bytes_per_step'] / 1e6:.0f}", rate(floor(cell, results))]
-        shares = [share(cell, "ours", results, kind) for kind in ("best", "median")]
-        rows["decode"].append([*row, rates(cell, "ours", "decode"), *shares])
-        rows["prefill"].append([*place, rates(cell, "ours", "prefill")])
+        of_floor, speed = [], []
+        if exact:
+            shares = [share(cell, "ours", results, kind) for kind in ("best", "median")]
+            step = [f"{cell['bytes_per_step'] / 1e6:.0f}", rate(floor(cell, results))]
+            of_floor = [*step, rates(cell, "ours", "decode"), *shares]
+            speed = [rates(cell, "ours", "prefill")]
+        rows["decode"].append([*place, *of_floor])
+        rows["prefill"].append([*place, *speed])
         for name in engines:
             for kind in ("decode", "prefill"):
                 rows[kind][-1].append(f"{rates(cell, name, kind)} {ratio(cell, name, kind)}")
@@ -69,23 +79,20 @@ def tables(results: dict[str, Any]) -> list[Table]:
             rows["agreement"].append(
                 [*place, f"{name} and {reference}", f"{comparison['tokens']}", verdict + extent]
             )
-    return [
+    speeds = [
         (
             "Decoding, tokens/s: median (least–greatest), and ours over it",
-            ["context", "batch", "MB/step", "copy floor", "ours", "of floor", "at median", *engines],
+            ["context", "batch", *(FLOOR if exact else ()), *engines],
             rows["decode"],
         ),
         (
             "Prefill, tokens/s: median (least–greatest), and ours over it",
-            ["context", "batch", "ours", *engines],
+            ["context", "batch", *(["ours"] if exact else ()), *engines],
             rows["prefill"],
         ),
-        (
-            "Greedy tokens of the float32 engines",
-            ["context", "batch", "engines", "tokens per row", "agreement"],
-            rows["agreement"],
-        ),
     ]
+    agreement = ["context", "batch", "engines", "tokens per row", "agreement"]
+    return [*speeds, ("Greedy tokens of the float32 engines", agreement, rows["agreement"])][: 2 + exact]
 
 
 def notes(results: dict[str, Any]) -> list[str]:
@@ -96,8 +103,9 @@ def notes(results: dict[str, Any]) -> list[str]:
     lines = [
         f"{machine}, load before the start {results['load_average']:.1f}.",
         "Bandwidth in the same run: copy (read + written) {}; read only {}.".format(*figures),
-        "The floor is the bytes that a step must read over the best copy bandwidth, or the median.",
     ]
+    if "ours" in results["cells"][0]["engines"]:
+        lines.append("The floor is the bytes that a step must read over the best copy bandwidth, or median.")
     if results["versions"]:
         lines.append("; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + ".")
     if results["environment"]:
@@ -153,7 +161,7 @@ def show(results: dict[str, Any], console: Console) -> None:
             row = "", name, decode, between.rstrip(")"), share(cell, name, results), over[0], prefill, over[1]
             table.add_row(*row, style="bold" if name == "ours" else "")
     console.print(table)
-    print_tables(tables(results)[-1:], notes(results), console)
+    print_tables(tables(results)[2:], notes(results), console)
 
 
 def stamps(results: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import ROOT
-from .weights import CONVERSIONS, library_of
+from .engines import ENGINES
+from .weights import conversion_of, library_of
 
 
 class EngineError(Exception):
@@ -95,8 +96,8 @@ class EnginePool:
 
     def prepare(self, engine: str) -> None:
         """Convert the weights for an engine, if that has not been done; raises EngineError."""
-        library = library_of(engine)
-        if library not in CONVERSIONS or (self.directory / CONVERSIONS[library][0]).exists():
+        name = conversion_of(library_of(engine), ENGINES[engine][1])
+        if (self.directory / name).exists():
             return
         command = [*self.command(engine), "--prepare"]
         result = subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True)

@@ -78,15 +78,30 @@ def write_huggingface(directory: Path) -> None:
     (directory / "config.json").write_text(json.dumps(CONFIG, indent=2))
 
 
-def write_openvino(directory: Path) -> None:
-    """Export the weights as OpenVINO IR, uncompressed."""
-    from optimum.intel import OVModelForCausalLM
+def write_openvino(directory: Path, precision: str) -> None:
+    """Export the weights as OpenVINO IR: uncompressed, or compressed by NNCF to 8 or 4 bits.
 
+    Args:
+        directory: The folder that holds `huggingface/`.
+        precision: The precision of the engine.
+    """
+    from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+    compressed = None
+    if precision == "int8":
+        compressed = OVWeightQuantizationConfig(bits=8, sym=True)
+    elif precision == "int4":
+        compressed = OVWeightQuantizationConfig(bits=4, sym=True, group_size=32, ratio=1.0)
     exported = OVModelForCausalLM.from_pretrained(
-        directory / "huggingface", export=True, compile=False, load_in_8bit=False
+        directory / "huggingface",
+        export=True,
+        compile=False,
+        load_in_8bit=False if compressed is None else None,
+        quantization_config=compressed,
     )
-    exported.save_pretrained(directory / "openvino.part")
-    (directory / "openvino.part").rename(directory / "openvino")
+    name = conversion_of("openvino", precision)
+    exported.save_pretrained(directory / f"{name}.part")
+    (directory / f"{name}.part").rename(directory / name)
 
 
 def write_vocabulary(writer: Any, file: Path, size: int) -> None:
@@ -106,8 +121,40 @@ def write_vocabulary(writer: Any, file: Path, size: int) -> None:
     writer.add_eos_token_id(1)
 
 
-def write_gguf(directory: Path) -> None:
-    """Write the weights as GGUF, once in float32 and once in float16."""
+def write_llamacpp(directory: Path, precision: str) -> None:
+    """Write the weights as GGUF: in float32 or float16, or quantised by llama.cpp from float32.
+
+    Args:
+        directory: The folder that holds `huggingface/`.
+        precision: The precision of the engine.
+    """
+    name = conversion_of("llamacpp", precision)
+    partial = directory / f"{name}.part"
+    if precision in ("float32", "half"):
+        write_gguf(directory, partial, np.float32 if precision == "float32" else np.float16)
+    else:
+        import llama_cpp
+
+        source = directory / conversion_of("llamacpp", "float32")
+        if not source.exists():
+            write_llamacpp(directory, "float32")
+        parameters = llama_cpp.llama_model_quantize_default_params()
+        kinds = {"int8": llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0, "int4": llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_0}
+        parameters.ftype = kinds[precision]
+        failed = llama_cpp.llama_model_quantize(str(source).encode(), str(partial).encode(), parameters)
+        if failed:
+            raise RuntimeError(f"llama.cpp cannot quantise {source}")
+    partial.rename(directory / name)
+
+
+def write_gguf(directory: Path, partial: Path, dtype: Any) -> None:
+    """Write the weights as GGUF.
+
+    Args:
+        directory: The folder that holds `huggingface/`.
+        partial: The file to write.
+        dtype: The dtype of matrices.
+    """
     import gguf
     from safetensors.numpy import load_file
 
@@ -116,26 +163,23 @@ def write_gguf(directory: Path) -> None:
     weights = load_file(source / "model.safetensors")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
-    for kind, dtype in (("f32", np.float32), ("f16", np.float16)):
-        partial = directory / f"llamacpp-{kind}.part"
-        writer = gguf.GGUFWriter(partial, "llama")
-        for ours, theirs in GGUF_NAMES.items():
-            getattr(writer, f"add_{theirs}")(config[ours])
-        for size in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
-            size(config["head_dim"])
-        write_vocabulary(writer, source / "tokenizer.json", config["vocab_size"])
-        for name, weight in weights.items():
-            projection = name.split(".")[-2]
-            if projection in heads:  # llama.cpp rotates neighbours, Hugging Face the two halves of a head
-                halves = weight.reshape(heads[projection], 2, -1, weight.shape[-1])
-                weight = halves.swapaxes(1, 2).reshape(weight.shape)
-            stored = weight.astype(dtype if weight.ndim > 1 else np.float32)
-            writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
-        partial.rename(directory / f"llamacpp-{kind}.gguf")
+    writer = gguf.GGUFWriter(partial, "llama")
+    for ours, theirs in GGUF_NAMES.items():
+        getattr(writer, f"add_{theirs}")(config[ours])
+    for size in (writer.add_key_length, writer.add_value_length, writer.add_rope_dimension_count):
+        size(config["head_dim"])
+    write_vocabulary(writer, source / "tokenizer.json", config["vocab_size"])
+    for name, weight in weights.items():
+        projection = name.split(".")[-2]
+        if projection in heads:  # llama.cpp rotates neighbours, Hugging Face the two halves of a head
+            halves = weight.reshape(heads[projection], 2, -1, weight.shape[-1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        stored = weight.astype(dtype if weight.ndim > 1 else np.float32)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def library_of(engine: str) -> str:
@@ -143,8 +187,17 @@ def library_of(engine: str) -> str:
     return engine.partition("-")[0]
 
 
-# By library: the file or folder that a conversion makes, and the conversion.
-CONVERSIONS: dict[str, tuple[str, Callable[[Path], None]]] = {
-    "openvino": ("openvino", write_openvino),
-    "llamacpp": ("llamacpp-f16.gguf", write_gguf),
-}
+def conversion_of(library: str, precision: str) -> str:
+    """The file or folder that holds the weights for an engine.
+
+    Args:
+        library: The library of the engine.
+        precision: The precision in which it computes.
+    """
+    if library == "openvino":
+        return f"openvino-{precision}" if precision.startswith("int") else "openvino"
+    kinds = {"float32": "f32", "half": "f16", "int8": "q8_0", "int4": "q4_0"}
+    return f"llamacpp-{kinds[precision]}.gguf" if library == "llamacpp" else "huggingface"
+
+
+CONVERSIONS: dict[str, Callable[[Path, str], None]] = {"openvino": write_openvino, "llamacpp": write_llamacpp}

@@ -23,7 +23,7 @@ from .engines import ENGINES, Engine
 from .weights import CONVERSIONS, library_of
 
 
-def serve(engine_class: type, half: bool, directory: Path, threads: int) -> None:
+def serve(engine_class: type, precision: str, directory: Path, threads: int) -> None:
     """Answer commands `{"method": name, "arguments": [...]}` from standard input until it ends.
 
     An argument that is a string names a .npy file. Answers go to the original standard output; whatever the
@@ -31,7 +31,7 @@ def serve(engine_class: type, half: bool, directory: Path, threads: int) -> None
 
     Args:
         engine_class: makes the engine.
-        half: whether it computes in half precision.
+        precision: in which it computes.
         directory: holds the weights in every form.
         threads: number of threads of the engine.
     """
@@ -42,7 +42,7 @@ def serve(engine_class: type, half: bool, directory: Path, threads: int) -> None
         print(json.dumps(fields), file=answers, flush=True)
 
     try:
-        engine: Engine = engine_class(directory, threads, half)
+        engine: Engine = engine_class(directory, threads, precision)
         answer(version=engine.version)
         for line in sys.stdin:
             command = json.loads(line)
@@ -70,12 +70,12 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of the engine")
     parser.add_argument("--prepare", action="store_true", help="convert the weights and stop")
     arguments = parser.parse_args()
-    engine_class, half = ENGINES[arguments.engine]
+    engine_class, precision = ENGINES[arguments.engine]
     if arguments.prepare:
-        CONVERSIONS[library_of(arguments.engine)][1](arguments.directory)
+        CONVERSIONS[library_of(arguments.engine)](arguments.directory, precision)
         return
     pin_to_cores(arguments.threads)
-    serve(engine_class, half, arguments.directory, arguments.threads)
+    serve(engine_class, precision, arguments.directory, arguments.threads)
 
 
 if __name__ == "__main__":
