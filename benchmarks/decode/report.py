@@ -105,7 +105,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Bandwidth in the same run: copy (read + written) {}; read only {}.".format(*figures),
     ]
     if "ours" in results["cells"][0]["engines"]:
-        lines.append("The floor is the bytes that a step must read over the best copy bandwidth, or median.")
+        bandwidth = "the best copy bandwidth, or the median"
+        lines.append(f"The floor is the bytes that a step must read over {bandwidth}.")
     if results["versions"]:
         lines.append("; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + ".")
     if results["environment"]:

@@ -82,8 +82,8 @@ def write_openvino(directory: Path, precision: str) -> None:
     """Export the weights as OpenVINO IR: uncompressed, or compressed by NNCF to 8 or 4 bits.
 
     Args:
-        directory: The folder that holds `huggingface/`.
-        precision: The precision of the engine.
+        directory: the folder that holds `huggingface/`.
+        precision: the precision of the engine.
     """
     from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
 
@@ -125,8 +125,8 @@ def write_llamacpp(directory: Path, precision: str) -> None:
     """Write the weights as GGUF: in float32 or float16, or quantised by llama.cpp from float32.
 
     Args:
-        directory: The folder that holds `huggingface/`.
-        precision: The precision of the engine.
+        directory: the folder that holds `huggingface/`.
+        precision: the precision of the engine.
     """
     name = conversion_of("llamacpp", precision)
     partial = directory / f"{name}.part"
@@ -151,9 +151,9 @@ def write_gguf(directory: Path, partial: Path, dtype: Any) -> None:
     """Write the weights as GGUF.
 
     Args:
-        directory: The folder that holds `huggingface/`.
-        partial: The file to write.
-        dtype: The dtype of matrices.
+        directory: the folder that holds `huggingface/`.
+        partial: the file to write.
+        dtype: the dtype of matrices.
     """
     import gguf
     from safetensors.numpy import load_file
@@ -191,8 +191,8 @@ def conversion_of(library: str, precision: str) -> str:
     """The file or folder that holds the weights for an engine.
 
     Args:
-        library: The library of the engine.
-        precision: The precision in which it computes.
+        library: the library of the engine.
+        precision: the precision in which it computes.
     """
     if library == "openvino":
         return f"openvino-{precision}" if precision.startswith("int") else "openvino"
