@@ -124,6 +124,7 @@ def as_dicts(tree: Any) -> Any:
     return {key: as_dicts(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
 
 
+@functools.lru_cache(maxsize=64)
 def weight_counts(config: Config) -> tuple[int, int, float]:
     """Weights used for one token, weights of all experts, and the fraction of experts that a token uses."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(structure(config)[1])
