@@ -6,19 +6,16 @@ import os
 import sys
 from pathlib import Path
 
+from tests.compilation import QUICK
+
 MOST_MAPPINGS = 20_000  # of memory, when a file of tests ends
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "xla"
-# Nearly all of a run is XLA compiling small programs that run once.
-# Without its costlier passes that takes half the time. With `XLA_FLAGS=` in the environment the tests run as
-# users' programs do.
-QUICK_COMPILATION = (
-    "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false "
-    "--xla_cpu_parallel_codegen_split_count=1"
-)
 
-# Before JAX is imported, and for processes that tests start.
+# Before JAX is imported, and for processes that tests start. Nearly all of a run is XLA compiling small
+# programs that run once. Without its costlier passes that takes half the time. With `XLA_FLAGS=` in the
+# environment the tests run as users' programs do.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-os.environ.setdefault("XLA_FLAGS", QUICK_COMPILATION)
+os.environ.setdefault("XLA_FLAGS", QUICK)
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_NUMPY_DTYPE_PROMOTION", "strict")

@@ -17,6 +17,7 @@ import pytest
 from entropic_jax import models
 from entropic_jax.analysis.collectives import Collective, collectives
 from entropic_jax.mesh import AXES, make_mesh
+from tests.compilation import virtual_devices
 
 ROOT = Path(__file__).resolve().parents[1]
 # Devices along tensor, or along tensor and expert.
@@ -30,10 +31,7 @@ CASES = {
     "cohere": ("2",),
 }
 # Virtual devices; what runs for a moment is compiled fast.
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+XLA_FLAGS = virtual_devices(8)
 # Sums of a layer: one more for the norms of queries and keys over all heads; one for blocks side by side.
 SUMS = {"olmo2": 3, "cohere": 1}
 IN_CI = {"llama": "8", "mixtral": "2x2", "gpt-oss": "1x2"}  # the others are exhaustive

@@ -20,13 +20,11 @@ from entropic_jax.serving.engine.data_parallel import DataParallelEngine, Progre
 from entropic_jax.serving.engine.interface import Embeddings, PrefixCacheReset
 from entropic_jax.serving.engine.routing import Router
 from entropic_jax.serving.options.parallelism import places_of
+from tests.compilation import virtual_devices
 
 ROOT = Path(__file__).resolve().parents[2]
 A, B, C = b"a", b"b", b"c"
-XLA_FLAGS = (
-    "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-)
+XLA_FLAGS = virtual_devices(4)
 
 
 def router(*cached: set[bytes], bound: int = 2, capacity: int = 100) -> Router:

@@ -17,12 +17,11 @@ import httpx2
 import pytest
 
 from entropic_jax import models
+from tests.compilation import virtual_devices
 
 from .process_programs import PROMPTS
 
 ROOT = Path(__file__).resolve().parents[2]
-DEVICES = "--xla_force_host_platform_device_count"
-QUICK = "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
 SECONDS = 600  # that a set of processes gets at most
 END = 10  # seconds in which all end once one is dead
 
@@ -85,7 +84,7 @@ def tokens_of(
             )
         program = [sys.executable, "-m", "tests.serving.process_programs"]
         commands.append([*program, directory, json.dumps(stated)])
-    flags = {"XLA_FLAGS": f"{DEVICES}={devices} {QUICK}"}
+    flags = {"XLA_FLAGS": virtual_devices(devices)}
     with started(commands, {**environment, **flags}, folder) as running:
         ended = statuses(running, SECONDS)
     assert ended == [0] * processes, (folder / "0.err").read_text()[-3000:]
@@ -138,7 +137,7 @@ def log_of(folder: Path, number: int) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def serving(directory: str, environment: dict[str, str], folder: Path, *options: str) -> Iterator[Any]:
     """Two processes that serve; yields them and a client."""
-    flags = {"XLA_FLAGS": f"{DEVICES}=1 {QUICK}"}
+    flags = {"XLA_FLAGS": virtual_devices(1)}
     with started(servers(directory, free_port(), 2, *options), {**environment, **flags}, folder) as running:
         deadline, url = time.monotonic() + SECONDS, ""
         while not url:
