@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import jax.numpy as jnp
 import numpy as np
 
 ALIGNMENT = 64  # bytes, of arrays that a device need not copy
@@ -97,6 +98,11 @@ def interleaved(rows: np.ndarray) -> np.ndarray:
     for i in range(WIDENED):
         strip[..., i] = rows[i::WIDENED]
     return strip.view(np.uint64)[..., 0]
+
+
+def bits(array: np.ndarray) -> np.ndarray:
+    """A view that NumPy copies fast: its own integers in place of bfloat16."""
+    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
 
 
 def is_widened(out: np.ndarray) -> bool:

@@ -13,6 +13,9 @@ import numpy as np
 
 from entropic_jax.pallas import skinny_matmul
 
+from .embedding import EMBEDDING_MODULE
+from .host_memory import aligned_empty, bits
+
 # Matrices that only `layers.multiply` reads; those of one dict may be multiplied together.
 MULTIPLIED = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "fc", "lm_head")
 
@@ -35,8 +38,9 @@ def block_kernels(params: Any) -> bool:
     multiplied = [part for name in MULTIPLIED if "kernel" in (part := _as_dict(params.get(name)))]
     blocked = bool(multiplied) and all(skinny_matmul.reads_blocked(part["kernel"]) for part in multiplied)
     if blocked:
+        table = _as_dict(params.get(EMBEDDING_MODULE))
         for part in multiplied:
-            part["kernel"] = _in_blocks(part["kernel"])
+            _put_in_blocks(part, table)
     return blocked + sum(block_kernels(part) for part in params.values()) > 0
 
 
@@ -44,7 +48,18 @@ def _as_dict(part: Any) -> dict[str, Any]:
     return part if isinstance(part, dict) else {}
 
 
+def _put_in_blocks(part: dict[str, Any], table: dict[str, Any]) -> None:
+    """Put the kernel of a layer in blocks, in the embedding as well where that is the same array."""
+    before = part["kernel"]
+    part["kernel"] = _in_blocks(before)
+    if table.get("weight") is before:
+        table["weight"] = part["kernel"]
+
+
 def _in_blocks(kernel: jax.Array) -> jax.Array:
     """By NumPy, because XLA would compile a program for every shape."""
     lay_out = skinny_matmul.in_tiles if skinny_matmul.reads_tiles(kernel) else skinny_matmul.in_blocks
-    return jax.device_put(np.ascontiguousarray(lay_out(np.asarray(kernel))), kernel.sharding)
+    laid_out = lay_out(bits(np.asarray(kernel)))
+    host = aligned_empty(laid_out.shape, np.dtype(kernel.dtype))
+    bits(host)[...] = laid_out
+    return jax.device_put(host, kernel.sharding)

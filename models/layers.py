@@ -14,19 +14,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from entropic_jax.mesh import first_of_shard, gather_last_axis, num_shards, sum_over_shards
-from entropic_jax.mesh.devices import default_device
+from entropic_jax.mesh import gather_last_axis, sum_over_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .activations import FUNCTIONS, XIELU
 from .block_spec import AttentionSpec, BlockSpec, MLPSpec, OutputSpec
 from .config import Config
+from .embedding import Embedding
 from .norms import LayerNorm, RMSNorm, WideRMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
 OperandDtype = Literal["float32", "bfloat16"]
 """The dtype of the operands of products between activations of float32: as they are, or rounded."""
-MOST_SLICES = 32  # tokens whose embeddings are read by one slice each
 
 
 class Attend(Protocol):
@@ -114,50 +113,6 @@ def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     )
     update = layers[0].low_rank
     return outputs if update is None else update.added(outputs, x)
-
-
-class Embedding(nnx.Module):
-    """Token embedding, `weight` [vocabulary, hidden], which the devices of a mesh hold by vocabulary.
-
-    A weight of int8 has a `scale` for each row, of the dtype that the model computes in.
-    """
-
-    def __init__(self, vocabulary: int, hidden: int) -> None:
-        self.weight = nnx.Param(jnp.zeros((vocabulary, hidden)))
-        self.scale: nnx.Param | None = nnx.data(None)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        weight = self.weight[...]
-        scale = None if self.scale is None else self.scale[...]
-        if num_shards() == 1:
-            vectors = look_up(weight, tokens)
-            return vectors if scale is None else scaled_rows(vectors, look_up(scale[:, None], tokens))
-        rows = weight.shape[0]
-        last = rows * num_shards() - 1
-        local = jnp.clip(tokens, 0, last) - first_of_shard(rows)
-        held = (local >= 0) & (local < rows)
-        vectors = jnp.take(weight, local, axis=0, mode="clip")
-        if scale is not None:
-            vectors = scaled_rows(vectors, jnp.take(scale[:, None], local, axis=0, mode="clip"))
-        return sum_over_shards(jnp.where(held[..., None], vectors, jnp.zeros((), vectors.dtype)))
-
-
-def scaled_rows(vectors: jax.Array, scale: jax.Array) -> jax.Array:
-    """Rows of int8 times their scales `[..., 1]`, in the dtype of these."""
-    return vectors.astype(scale.dtype) * scale
-
-
-def look_up(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows of a table for tokens; those outside of it have the nearest row."""
-    if tokens.size > MOST_SLICES or default_device().platform != "cpu":
-        return jnp.take(weight, tokens, axis=0, mode="clip")
-
-    # XLA's CPU backend divides a gather among threads, and waking them takes longer than the gather.
-    def row(token):
-        return jax.lax.dynamic_index_in_dim(weight, token, 0, keepdims=False)
-
-    vectors = jax.lax.map(row, jnp.clip(tokens.reshape(-1), 0, weight.shape[0] - 1))
-    return vectors.reshape(*tokens.shape, weight.shape[1])
 
 
 class MLP(nnx.Module):
@@ -306,9 +261,9 @@ def normalised(x: jax.Array, layer: RMSNorm | LayerNorm | None) -> jax.Array:
 class CausalLM(nnx.Module):
     """Embedding, layers, norm and output projection.
 
-    The output projection is always a separate [hidden, vocabulary] kernel. With tied embeddings it is a
-    transposed copy of the embedding: it costs vocab_size · hidden_size weights of memory and keeps the
-    largest product of a step in the fast order.
+    The output projection is always a [hidden, vocabulary] kernel, which keeps the largest product of a step
+    in the fast order. With tied embeddings it is a transposed copy of the embedding, or, if that is large,
+    serves as the embedding as well (see `embedding`).
 
     Args:
         config: the model's configuration.

@@ -21,6 +21,7 @@ from . import sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
+from .embedding import EMBEDDING_MODULE, HEAD_MODULE, has_one_table, with_two_tables
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
@@ -256,7 +257,9 @@ def shard(model: Model, mesh: Mesh) -> Model:
     shapes = structure(config, model.quantization)[1]
     kv_heads = model.config.num_key_value_heads
     params = jax.tree.map(
-        lambda x, shape: sharding.copy_kv_heads(x, shape.shape, kv_heads), model.params, shapes
+        lambda x, shape: sharding.copy_kv_heads(x, shape.shape, kv_heads),
+        with_two_tables(model.params, model.config),
+        shapes,
     )
     params = jax.device_put(params, sharding.shardings(params, mesh))
     return dataclasses.replace(model, params=params, mesh=mesh)
@@ -273,6 +276,8 @@ def copied(model: Model, place: jax.Device | Mesh) -> Model:
     """
     mesh = place if isinstance(place, Mesh) else None
     params = jax.tree.map(lambda x: sharding.copied(x, place), model.params)
+    if has_one_table(model.params, model.config):
+        params[EMBEDDING_MODULE]["weight"] = params[HEAD_MODULE]["kernel"]
     return dataclasses.replace(model, params=params, mesh=mesh)
 
 

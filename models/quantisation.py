@@ -21,8 +21,9 @@ import numpy as np
 from flax import nnx
 
 from .config import ModelError
+from .embedding import Embedding
 from .experts import Router
-from .layers import Embedding, Linear
+from .layers import Linear
 
 LARGEST, LARGEST_FP8 = 127, 448
 FP8 = jnp.float8_e4m3fn
@@ -127,7 +128,8 @@ def quantise(params: Any, shapes: Any) -> Any:
     if "scale" not in shapes:
         return {name: quantise(params[name], shape) for name, shape in shapes.items()}
     if "weight" in shapes:
-        weight, scale = quantise_table(params["weight"])
+        table = params["weight"]
+        weight, scale = quantise_table(table if table.shape == shapes["weight"].shape else table.T)
         return {"scale": scale, "weight": weight}
     kernel, shape = params["kernel"], shapes["kernel"]
     if shape.dtype == jnp.uint8:

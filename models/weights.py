@@ -22,14 +22,14 @@ from entropic_jax.pallas import skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
+from .embedding import EMBEDDING_MODULE, HEAD_MODULE, has_one_table, may_have_one_table
 from .formats.stored import DTYPES, StoredTensor, TensorInMemory
-from .host_memory import aligned_empty, touch, transpose
+from .host_memory import aligned_empty, bits, touch, transpose
 from .quantisation import Int8Kernel
 from .sharding import copy_kv_heads, local_region, model_devices, partition_spec, with_kv_head_copies
 from .stored_tensors import STRIP, StoredTensors, Tensor, strips
 from .tensor_names import EMBEDDING, ParameterSource, Piece, entries
 
-EMBEDDING_MODULE = "embed_tokens"
 BLOCK = 1 << 20  # bytes of a block of rows that a thread reads
 WAITING_THREADS = 1  # that wait for the disk while one for each processor converts
 MOST_THREADS = 8
@@ -59,8 +59,9 @@ def read(
     """
     expected = entries(config)
     tensors.check(expected, config)
+    table, head = (next(e for e in expected if e.path[0] == name) for name in (EMBEDDING_MODULE, HEAD_MODULE))
     divided = structure(with_kv_head_copies(config, model_devices(mesh)))[1]
-    arrays: list[jax.Array | Int8Kernel] = []
+    arrays: dict[tuple[Any, ...], jax.Array | Int8Kernel] = {}
     in_memory: dict[str, TensorInMemory] = {}
     num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))
     with ThreadPoolExecutor(num_threads, "weights") as threads:
@@ -92,17 +93,21 @@ def read(
             blocks = [block for parts in each for block in fill_blocks(*parts, threads, touched)]
             return PendingArray(entry, shape, region, host, blocks)
 
+        is_int8 = head.path in int8_kernels and tensors.int8_rows(head) is not None
+        alike = mesh is None and not is_int8 and dtype_of(table) == dtype_of(head)
+        one_table = alike and may_have_one_table(config, dtype_of(head).itemsize)
         begun: PendingArray | None = None
-        for entry in [*expected, None]:
+        for entry in [*(e for e in expected if not (one_table and e is table)), None]:
             following = None if entry is None else begin(entry)
             if begun is not None:
-                arrays.append(begun.finish(mesh, config))
+                arrays[begun.entry.path] = begun.finish(mesh, config)
                 advance(math.prod(begun.entry.shape) * (matrix_dtype or dtype).itemsize)
                 in_full = begun.host.shape == begun.entry.shape
                 if config.tie_word_embeddings and in_full and begun.entry.pieces[0].name == EMBEDDING:
                     in_memory[EMBEDDING] = TensorInMemory(begun.host, "", tensors.directory)
             begun = following
-    return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), arrays)
+    leaves = [arrays[head.path if one_table and e is table else e.path] for e in expected]
+    return jax.tree.unflatten(jax.tree.structure(structure(config)[1]), leaves)
 
 
 class PendingArray(NamedTuple):
@@ -227,11 +232,6 @@ def fill_blocks(
     return [threads.submit(fill, rows) for rows in blocks]
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    """A view that NumPy copies fast: its own integers in place of bfloat16."""
-    return array.view(np.uint16) if array.dtype == jnp.bfloat16 else array
-
-
 class TensorPart(NamedTuple):
     """A part of a tensor on disk, and where in Params it is."""
 
@@ -254,7 +254,9 @@ def disk_tensors(params: Params, config: Config) -> dict[str, list[TensorPart]]:
     for entry, leaf in zip(entries(config), leaves, strict=True):
         if entry.path == ("lm_head", "kernel") and config.tie_word_embeddings:
             continue
+        one_table = entry.path[0] == EMBEDDING_MODULE and has_one_table(params, config)
         for number, piece in enumerate(entry.pieces):
+            piece = piece._replace(transposed=piece.transposed or one_table)
             part = TensorPart(piece, leaf, number, len(entry.pieces))
             tensors.setdefault(piece.name, []).append(part)
     return tensors

@@ -296,11 +296,11 @@ def test_meshes_that_do_not_fit_are_refused(change, mesh, message):
 
 
 def test_a_lack_of_devices_is_refused_before_weights_are_read():
-    expected = (
-        f"tensor_parallel_size must be between 1 and {jax.device_count()}, the number of devices; got 64"
-    )
+    expected = "tensor_parallel_size must be between 1 and 3, the number of devices; got 64"
     with pytest.raises(ValueError, match=expected):
-        make_mesh(64)
+        make_mesh(64, [object()] * 3)
+    with pytest.raises(ValueError, match="tensor_parallel_size must be 1, the number of devices; got 64"):
+        make_mesh(64, jax.devices()[:1])
 
 
 def test_arrays_that_are_not_known_are_refused():

@@ -53,7 +53,8 @@ def make_mesh(
             number = "the number of devices"
             if taken > 1:
                 number = f"for {len(available)} devices in groups of {taken}"
-            raise ValueError(f"{name} must be between 1 and {most}, {number}; got {size}")
+            accepted = "1" if most == 1 else f"between 1 and {most}"
+            raise ValueError(f"{name} must be {accepted}, {number}; got {size}")
         taken *= size
     return jax.make_mesh(
         (data_parallel_size, tensor_parallel_size, expert_parallel_size),

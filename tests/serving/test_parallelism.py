@@ -18,12 +18,18 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 64}, "tensor_parallel_size must be between 1 and .*devices; got 64"),
+        (
+            {"tensor_parallel_size": 64},
+            "tensor_parallel_size must be (between 1 and .+|1), .*devices; got 64",
+        ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1; got 0"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size must be an integer of at least 1; got True"),
-        ({"data_parallel_size": 64}, "data_parallel_size must be between 1 and .*devices; got 64"),
+        ({"data_parallel_size": 64}, "data_parallel_size must be (between 1 and .+|1), .*devices; got 64"),
         ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1; got 0"),
-        ({"expert_parallel_size": 64}, "expert_parallel_size must be between 1 and .*devices; got 64"),
+        (
+            {"expert_parallel_size": 64},
+            "expert_parallel_size must be (between 1 and .+|1), .*devices; got 64",
+        ),
         ({"expert_parallel_size": 2, "preset": "dslider"}, "preset must not be a sampler on a mesh"),
         (
             {"mesh": jax.sharding.AbstractMesh((2,), ("x",)), "data_parallel_size": 2},

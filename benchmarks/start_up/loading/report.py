@@ -51,7 +51,7 @@ def notes(results: dict[str, Any]) -> list[str]:
     return [
         f"{results['cpu']}, {results['date']}. {len(results['rounds'])} rounds.",
         "None of the files is in the page cache before a reading or a load.",
-        "The output projection is a second copy of the tied embedding, which the files hold once.",
+        "The files hold the tied embedding once; before `models/embedding.py`, memory held it twice.",
     ]
 
 

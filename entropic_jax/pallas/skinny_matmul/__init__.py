@@ -38,7 +38,7 @@ from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
 from .cpu import SKINNY_ROWS
-from .reference import BLOCK_COLUMNS, TILE_INPUTS, by_columns, in_blocks, in_tiles
+from .reference import BLOCK_COLUMNS, TILE_INPUTS, by_columns, in_blocks, in_tiles, take_columns
 
 __all__ = [
     "SKINNY_ROWS",
@@ -51,6 +51,7 @@ __all__ = [
     "reads_tiles",
     "rounds_operands",
     "skinny_matmul",
+    "take_columns",
 ]
 
 SKINNY_MATMUL = Operation("skinny_matmul", {"cpu": cpu.skinny_matmul, "xla": reference.skinny_matmul})

@@ -1,5 +1,6 @@
 """Skinny matrix products in plain JAX."""
 
+import math
 from typing import Any
 
 import jax
@@ -64,6 +65,43 @@ def by_columns(weight: jax.Array) -> jax.Array:
         return weight.transpose(1, 0, 2).reshape(steps, -1)
     parts = weight.reshape(blocks, 2, steps, 2, TILE_INPUTS // 2, TILE_COLUMNS, 2)
     return parts.transpose(2, 4, 6, 0, 1, 3, 5).reshape(TILE_INPUTS * steps, -1)
+
+
+def column_view(weight: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    """A weight such that a column is a slice of it, and into what its axes divide the number of a column.
+
+    Args:
+        weight: `[inputs, outputs]`, or block by block, or in tiles.
+
+    Returns:
+        The weight with more axes, and the length of each that counts columns; 0 for one that counts inputs.
+    """
+    if weight.ndim == 2:
+        return weight, (0, weight.shape[1])
+    blocks, steps, width = weight.shape
+    if width == BLOCK_COLUMNS:
+        return weight, (blocks, 0, width)
+    # Blocks, halves, steps of inputs, tiles of a half, pairs of inputs, columns of a tile, inputs of a pair.
+    parts = weight.reshape(blocks, 2, steps, 2, TILE_INPUTS // 2, TILE_COLUMNS, 2)
+    return parts, (blocks, 2, 0, 2, 0, TILE_COLUMNS, 0)
+
+
+def take_columns(weight: jax.Array, numbers: jax.Array) -> jax.Array:
+    """Columns of a weight; a number outside of it has the nearest column.
+
+    Args:
+        weight: as `column_view` takes it.
+        numbers: int32 `[...]`, those of the columns.
+
+    Returns:
+        `[..., inputs]`, in the dtype of the weight.
+    """
+    view, parts = column_view(weight)
+    axes = [axis for axis, part in enumerate(parts) if part]
+    flat = jnp.clip(numbers.reshape(-1), 0, math.prod(parts[axis] for axis in axes) - 1)
+    places = jnp.unravel_index(flat, tuple(parts[axis] for axis in axes))
+    columns = jnp.moveaxis(view, axes, range(len(axes)))[places]
+    return columns.reshape(*numbers.shape, -1)
 
 
 def _rounded(
