@@ -16,11 +16,8 @@ from .chat_templates import DEFAULT
 from .config import ModelError, abbreviate, is_integer, is_number
 from .formats.gguf_files import GGUFFile
 from .tokenizer import Tokenizer
+from .tokenizer_classes import WORDS
 
-WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
 SPLITS = {  # by tokenizer.ggml.pre
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), WORDS % r"\p{N}{1,3}"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % r"\p{N}"),

@@ -4,14 +4,14 @@ They may add tokens, and their tokenizer class may replace parts of tokenizer.js
 what transformers 5 makes of the same files.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, pre_tokenizers
-from tokenizers.models import BPE
+from tokenizers import AddedToken
 
 from .config import (
     LARGEST_JSON,
@@ -23,6 +23,7 @@ from .config import (
     require_file,
 )
 from .text_growth import check_growth
+from .tokenizer_classes import COHERE, QWEN, as_class, class_of, default_tokens
 
 # Fields of tokenizer_config.json that name a token for chat templates.
 SPECIAL_TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -31,13 +32,6 @@ OF_MODEL = "model_specific_special_tokens"
 EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"  # as transformers wrote until 2023
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
-LLAMA, SPACE = "LlamaTokenizer", "▁"
-LLAMA_TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-TOKENIZER_JSON_ALONE = {  # values of model_type for which transformers reads no class LlamaTokenizer
-    *("mistral", "ministral", "ministral3", "mistral3", "mixtral", "ernie4_5", "qwen2", "phi3", "olmo2"),
-    *("olmo3", "granite", "granitemoe", "glm", "glm4", "glm4_moe", "nemotron", "stablelm"),
-    *("llava", "llava_next"),
-}
 Settings = Mapping[str, Any]
 
 
@@ -49,12 +43,30 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     """
     file = directory / "tokenizer.json"
     text = read_text(file, LARGEST_JSON)
-    try:
+    with refusing(file):
         backend = tokenizers.Tokenizer.from_str(text)
         check_growth(backend)
         backend.no_truncation()  # neither is used, and either may fail or fill the memory
         backend.no_padding()
+    names = {name: value for name, value in read_settings(directory).items() if name not in SURROUNDING}
+    present = backend.get_added_tokens_decoder()
+    settings = directory / "config.json"
+    raw = read_json(settings, LARGEST_SETTINGS) if is_there(settings) else {}
+    if (name := class_of(names, raw, text, backend)) is not None:
+        names = {**default_tokens(name), **names}
+        backend = as_class(backend, name, names)
+    with refusing(file):
         backend.encode("A \ufdd0 b")  # some find out that they lack a token for what is unknown
+    backend.add_tokens(added_tokens(directory, names, backend, present))
+    backend.add_tokens(stated_again(name, names, present))
+    return backend, names
+
+
+@contextlib.contextmanager
+def refusing(file: Path) -> Iterator[None]:
+    """Raises ModelError for whatever `tokenizers` raises about tokenizer.json."""
+    try:
+        yield
     except (KeyboardInterrupt, SystemExit):
         raise
     except ModelError as error:
@@ -62,13 +74,33 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
     except BaseException as error:  # the bindings raise nothing narrower, and panics are no `Exception`
         reason = abbreviate(" ".join(str(error).split()))[1:-1]
         raise ModelError(f"{file} is not readable by tokenizers: {reason}") from None
-    names = {name: value for name, value in read_settings(directory).items() if name not in SURROUNDING}
-    present = backend.get_added_tokens_decoder()
-    if is_llama(names, directory, text, backend):
-        names = {**LLAMA_TOKENS, **names}
-        backend = as_llama(backend, names)
-    backend.add_tokens(added_tokens(directory, names, backend, present))
-    return backend, names
+
+
+def stated_again(name: str | None, settings: Settings, present: Mapping[int, AddedToken]) -> list[AddedToken]:
+    """The tokens that a class adds a second time, which sets the flags of those that were there.
+
+    Args:
+        name: the class, if one has replaced parts of tokenizer.json.
+        settings: the settings, which name or list the tokens.
+        present: the added tokens of tokenizer.json by id.
+    """
+    if name not in (QWEN, COHERE):
+        return []
+    stated = settings.get("added_tokens_decoder")
+    known = present.values() if stated is None else map(token_of, stated.values())
+    by_text = {token.content: token for token in known}
+    named = [settings[kind] for kind in SPECIAL_TOKENS if settings.get(kind) is not None]
+    values = [by_text.get(content(value), value) for value in named]
+    values += [value for kind, value in settings.items() if is_other(kind) and is_token(value)]
+    values += (settings.get(OF_MODEL) or {}).values()
+    extra = settings.get(EXTRA, settings.get(OLDER_EXTRA)) or []
+    values += extra.values() if isinstance(extra, Mapping) else extra
+    if name == QWEN:
+        return [AddedToken(token.content, special=True) for token in map(token_of, values)]
+    tokens = [token_of(value) for value in values]
+    for token in tokens:
+        token.special = True
+    return tokens
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
@@ -184,54 +216,12 @@ def content(token: Any) -> str:
 
 
 def token_of(token: Any) -> AddedToken:
-    """A token that is stated as a string or as an object."""
+    """A token that is stated as a string or as an object, or that is one."""
+    if isinstance(token, AddedToken):
+        return token
     if isinstance(token, str):
         return AddedToken(token, special=True)
     return AddedToken(content(token), **{flag: token[flag] for flag in FLAGS if token.get(flag) is not None})
-
-
-def is_llama(settings: Settings, directory: Path, text: str, backend: tokenizers.Tokenizer) -> bool:
-    """Whether transformers replaces parts of tokenizer.json by those of its class LlamaTokenizer.
-
-    Args:
-        settings: the settings, which may name the class.
-        directory: the directory of the model.
-        text: tokenizer.json.
-        backend: what it describes.
-    """
-    file = directory / "config.json"
-    raw = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
-    stated = settings.get("tokenizer_class") or raw.get("tokenizer_class")
-    of_class = isinstance(stated, str) and stated.removesuffix("Fast") == LLAMA
-    model_type = raw.get("model_type")
-    alone = isinstance(model_type, str) and model_type in TOKENIZER_JSON_ALONE
-    return of_class and not alone and '"ByteLevel"' not in text and isinstance(backend.model, BPE)
-
-
-def as_llama(backend: tokenizers.Tokenizer, settings: Settings) -> tokenizers.Tokenizer:
-    """The vocabulary of a tokenizer with the rules of Llama 2: a space before the text, not after tokens.
-
-    It has no added tokens.
-
-    Args:
-        backend: what tokenizer.json describes; consumed.
-        settings: the settings. With `legacy`, a space stands after special tokens too; without
-            `add_prefix_space` nowhere.
-    """
-    model = backend.model
-    model.fuse_unk, model.byte_fallback, model.ignore_merges = True, True, False
-    model.unk_token = model.dropout = None
-    result = tokenizers.Tokenizer(model)
-    prefix = settings.get("add_prefix_space") is not False
-    scheme = "never" if not prefix else "always" if settings.get("legacy") else "first"
-    result.pre_tokenizer = pre_tokenizers.Metaspace(SPACE, scheme, split=False)
-    strip = [decoders.Strip(" ", 1, 0)] if prefix else []
-    result.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
-    if backend.post_processor is not None:
-        result.post_processor = backend.post_processor
-    return result
 
 
 def read_text(path: Path, max_bytes: int) -> str:

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers.models import WordLevel
 
-from entropic_jax.models import ModelError, Tokenizer, tokenizer_files
+from entropic_jax.models import ModelError, Tokenizer, tokenizer_classes
 from entropic_jax.models.families import FAMILIES
 from tests.models.test_tokenizer import byte_fallback, byte_level
 
@@ -118,12 +118,11 @@ def test_llama_s_class_has_a_space_before_a_text_alone(legacy, after_a_token, tm
     assert Tokenizer.from_directory(tmp_path / "again").encode("<s>[INST]") == tokenizer.encode("<s>[INST]")
 
 
-@pytest.mark.parametrize("model_type", sorted({f.model_type for f in FAMILIES.values()} - {"qwen2"}))
+@pytest.mark.parametrize("model_type", sorted({f.model_type for f in FAMILIES.values()}))
 def test_model_types_that_read_tokenizer_json_alone(model_type):
-    """Of Qwen 2, transformers reads a class of its own in place of Llama's."""
     auto = pytest.importorskip("transformers.models.auto.tokenization_auto")
     general = auto.TOKENIZER_MAPPING_NAMES.get(model_type) in ("TokenizersBackend", "MistralCommonBackend")
-    assert (model_type in tokenizer_files.TOKENIZER_JSON_ALONE) == general
+    assert (model_type in tokenizer_classes.TOKENIZER_JSON_ALONE) == general
 
 
 def test_tokens_of_every_file_are_added(tmp_path):
