@@ -138,14 +138,23 @@ class Tokenizer:
             special: whether what the model expects around a text (BOS) is added.
             rendered: whether the text is from `chat`, whose special tokens outside of the messages are parsed
                 in any case.
+
+        Raises:
+            ModelError: an expression of tokenizer.json gives up on the text.
         """
         backend = self.backend
         if not self.parse_special and (MARK in text or not rendered):
             backend = self._backend_of_chats if rendered else self._backend_of_plain_text
-        if len(text) < LONG_TEXT:
-            return backend.encode(text, add_special_tokens=special).ids
-        # `encode` lets no other thread of Python run, for seconds where a text is long.
-        return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        try:
+            if len(text) < LONG_TEXT:
+                return backend.encode(text, add_special_tokens=special).ids
+            # `encode` lets no other thread of Python run, for seconds where a text is long.
+            return backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the bindings panic, which is no `Exception`
+            reason = " ".join(str(error).split())
+            raise ModelError(f"text must be one that tokenizer.json can split; got {reason!r}") from None
 
     @functools.cached_property
     def _backend_of_plain_text(self) -> tokenizers.Tokenizer:

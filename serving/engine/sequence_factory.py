@@ -7,6 +7,7 @@ from typing import Any
 from entropic_jax import models
 from entropic_jax.methods.method import Method
 
+from ..request import RequestError
 from ..request.transcript import Transcript
 from .adapters import NO_ADAPTER, AdapterSlots, LoadedAdapter
 from .detokenizer import detokenizer_factory
@@ -55,7 +56,10 @@ class SequenceFactory:
 
     def prompt_tokens(self, prompt: Any) -> tuple[int, ...]:
         """A prompt as token ids; RequestError if the model cannot take it."""
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        try:
+            ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        except models.ModelError as error:
+            raise RequestError(f"prompt: {error}", "prompt") from None
         check_prompt(ids, self.context, self.model.decoder.shape.vocabulary)
         return ids
 

@@ -40,10 +40,13 @@ class ServedModel:
             rendered: Whether the text is from `chat`.
 
         Raises:
-            RequestError: An id is outside the vocabulary.
+            RequestError: An id is outside the vocabulary, or tokenizer.json cannot split the text.
         """
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, special, rendered)
+            try:
+                return self.tokenizer.encode(prompt, special, rendered)
+            except models.ModelError as error:
+                raise RequestError(f"{name}: {error}", name) from None
         check_token_ids(name, prompt, self.vocabulary)
         return list(prompt)
 

@@ -11,6 +11,8 @@ from tokenizers.models import WordLevel
 
 from entropic_jax.models import ModelError, Tokenizer, tokenizer_classes
 from entropic_jax.models.families import FAMILIES
+from entropic_jax.serving.http.served_model import ServedModel
+from entropic_jax.serving.request import RequestError
 from tests.models.test_tokenizer import byte_fallback, byte_level
 
 TEXTS = [
@@ -201,3 +203,26 @@ def test_large_files_are_refused_unread(name, tmp_path):
         file.truncate(3 * 10**9)
     with pytest.raises(ModelError, match=rf"{name} must be at most \d+ bytes; got 3000000000"):
         Tokenizer.from_directory(tmp_path)
+
+
+BACKTRACKING = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+
+
+@pytest.mark.parametrize("length", [40, 6000])
+def test_an_expression_that_gives_up_on_a_text_is_an_error_about_the_text(length, tmp_path):
+    """`tokenizers` bounds the tries of a match, and panics."""
+    write(tmp_path, described(pre_tokenizer=BACKTRACKING))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    begin = time.monotonic()
+    with pytest.raises(ModelError, match=r"tokenizer\.json can split; got '.*retry-limit"):
+        tokenizer.encode("a" * length + "b")
+    assert time.monotonic() - begin < 20
+    assert tokenizer.encode("b") == [1]
+
+
+def test_a_prompt_that_an_expression_gives_up_on_is_refused(tmp_path):
+    write(tmp_path, described(pre_tokenizer=BACKTRACKING))
+    served = ServedModel(("name",), "path", Tokenizer.from_directory(tmp_path), 64, 2)
+    with pytest.raises(RequestError, match="input: text must be one that") as refusal:
+        served.encode("a" * 40 + "b", name="input")
+    assert refusal.value.param == "input"
