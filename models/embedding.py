@@ -3,8 +3,8 @@
 The output projection reads all of its kernel `[hidden, vocabulary]` for every token, the embedding one row of
 a table `[vocabulary, hidden]`. Where the two are tied and the table is small, both are in memory, each in its
 order. From `LARGE_TABLE` bytes on there is the kernel alone, and the vector of a token is gathered from its
-column: the same numbers from more places of memory, in a thousandth of the time that the product with such a
-kernel takes. In Params, the weights of `embed_tokens` and `lm_head` are then the same array.
+column: the same numbers from more places of memory. On a CPU that takes little; other devices keep both. In
+Params, the weights of `embed_tokens` and `lm_head` are then the same array.
 """
 
 from typing import Any
@@ -20,7 +20,6 @@ from entropic_jax.pallas.skinny_matmul import take_columns
 from .config import Config
 
 LARGE_TABLE = 2**28  # bytes from which a tied table is in memory once
-GATHERING = ("cpu", "gpu")  # platforms that gather columns without a copy of the table in another order
 MOST_SLICES = 32  # tokens whose embeddings are read by one slice each
 EMBEDDING_MODULE, HEAD_MODULE = "embed_tokens", "lm_head"
 
@@ -95,7 +94,7 @@ def may_have_one_table(config: Config, itemsize: int) -> bool:
     """Whether a model on the default device is to hold its table once; `itemsize` is bytes of a number."""
     size = config.vocab_size * config.hidden_size * itemsize
     large = size >= LARGE_TABLE and config.vocab_size != config.hidden_size
-    return config.tie_word_embeddings and large and default_device().platform in GATHERING
+    return config.tie_word_embeddings and large and default_device().platform == "cpu"
 
 
 def has_one_table(params: Any, config: Config) -> bool:
