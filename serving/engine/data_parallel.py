@@ -21,6 +21,7 @@ from .interface import (
 )
 from .output_stream import QueuedOutputStream
 from .routing import Router
+from .sleep import Sleep
 
 if TYPE_CHECKING:
     from entropic_jax.models import Model, Tokenizer
@@ -154,18 +155,20 @@ class DataParallelEngine:
         return gathered([self.engines[rank].reset_prefix_cache() for rank in self._alive() or [0]])
 
     def sleep(self, mode: SleepMode) -> "Future[None]":
-        """Release the KV pools of all ranks; see `Engine.sleep`."""
-        return all_done([engine.sleep(mode) for engine in self.engines])
+        """Release the KV pools of all ranks that have not failed; see `Engine.sleep`."""
+        ranks = [self.engines[rank] for rank in self._alive() or [0]]
+        unable = [engine for engine in ranks if not engine.ready()]  # says so before another falls asleep
+        return all_done([engine.sleep(mode) for engine in unable or ranks])
 
     def wake_up(self) -> "Future[None]":
-        """Allocate the KV pools of all ranks again; see `Engine.wake_up`."""
+        """Allocate the KV pools of all ranks that have not failed, or of none; see `Engine.wake_up`."""
         with self._lock:
             self.router.forget()
-        return all_done([engine.wake_up() for engine in self.engines])
+        return wake_together([self.engines[rank] for rank in self._alive() or [0]])
 
     def is_sleeping(self) -> bool:
-        """Whether the KV pool of a rank is released."""
-        return any(engine.is_sleeping() for engine in self.engines)
+        """Whether the KV pool of a rank that has not failed is released."""
+        return any(self.engines[rank].is_sleeping() for rank in self._alive())
 
     def adapter_paths(self) -> Mapping[str, str]:
         """None: adapters are served by one engine only."""
@@ -257,6 +260,41 @@ def gathered(resets: "list[Future[PrefixCacheReset]]") -> "Future[PrefixCacheRes
 def all_done(futures: "list[Future[None]]") -> "Future[None]":
     """Done once all are; the first exception of them; RuntimeError if an engine has stopped before."""
     return combined_future(futures, lambda _: None)
+
+
+def wake_together(engines: "Sequence[LLMEngine]") -> "Future[None]":
+    """Wake engines up once all have the memory that they need; without it all stay asleep.
+
+    The future has the first exception, RuntimeError where there is not enough memory.
+    """
+    done: Future[None] = Future()
+    done.set_running_or_notify_cancel()
+    all_of = lambda change: all_done([_changed(engine, change) for engine in engines])
+
+    def woken(awake: "Future[None]") -> None:
+        if (error := awake.exception()) is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def prepared(reserved: "Future[None]") -> None:
+        if (error := reserved.exception()) is None:
+            all_of(Sleep.wake_up).add_done_callback(woken)
+        else:
+            all_of(Sleep.give_up).add_done_callback(lambda _: done.set_exception(error))
+
+    all_of(Sleep.prepare).add_done_callback(prepared)
+    return done
+
+
+def _changed(engine: "LLMEngine", change: Callable[[Sleep], None]) -> "Future[None]":
+    """`LLMEngine.with_sleep`, where an engine that has stopped is an exception of the future, too."""
+    try:
+        return engine.with_sleep(change)
+    except RuntimeError as error:
+        stopped: Future[None] = Future()
+        stopped.set_exception(error)
+        return stopped
 
 
 def combined_future(parts: "list[Future[Any]]", combine: Callable[[list[Any]], Any]) -> "Future[Any]":

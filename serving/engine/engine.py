@@ -233,6 +233,10 @@ class LLMEngine:
         """Allocate the KV pool again, see `Engine.wake_up`."""
         return self._in_engine(self._sleep.wake_up)
 
+    def with_sleep(self, change: Callable[[Sleep], None]) -> Future[None]:
+        """Call a function with the sleep of this engine in its thread, for engines that wake together."""
+        return self._in_engine(lambda: change(self._sleep))
+
     def is_sleeping(self) -> bool:
         """Whether the KV pool is released."""
         return self._sleep.asleep

@@ -27,6 +27,8 @@ class Sleep:
         self._asleep = threading.Event()
         self._waiting: list[Future[None]] = []  # to be resolved once it sleeps
         self._pool: Any = None  # shapes of the pool that was released
+        self._reserved: Any = None  # a pool for `wake_up`
+        self._held = False  # whether it stays awake or asleep until `wake_up` or `give_up`
 
     @property
     def asleep(self) -> bool:
@@ -51,7 +53,7 @@ class Sleep:
         scheduler = self.scheduler
         if not self.asleep:
             busy = scheduler.step()
-            if not self._waiting or scheduler.batch.occupied:
+            if not self._waiting or self._held or scheduler.batch.occupied:
                 return busy
             scheduler.collect_all()
             scheduler.reset_prefix_cache()
@@ -63,14 +65,32 @@ class Sleep:
         self._waiting.clear()
         return False
 
+    def prepare(self) -> None:
+        """Allocate the pool that `wake_up` will take; stay awake or asleep until then, or until `give_up`.
+
+        Raises RuntimeError where there is not enough memory.
+        """
+        self._held = True
+        if self.asleep and self._reserved is None:
+            self._reserved = _allocate(self._pool)
+
+    def give_up(self) -> None:
+        """Undo `prepare`."""
+        self._held = False
+        if self._reserved is not None:
+            jax.tree.map(lambda leaf: leaf.delete(), self._reserved)
+            self._reserved = None
+
     def wake_up(self) -> None:
         """Allocate the pool again, and start the sequences that wait. Does nothing if it is awake.
 
         Raises RuntimeError, and stays asleep, where there is not enough memory.
         """
         if self.asleep:
-            self._replace(_allocate(self._pool))
+            self._replace(_allocate(self._pool) if self._reserved is None else self._reserved)
+            self._reserved = None
             self._asleep.clear()
+        self._held = False
         for done in self._waiting:
             done.set_exception(RequestError("the server was woken up before it slept"))
         self._waiting.clear()
