@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from entropic_jax.serving.http import served_model
@@ -13,15 +14,17 @@ from .live import Live, serving
 
 
 @contextlib.contextmanager
-def real_server(settings: Settings | None = None, **options: Any) -> Iterator[Live]:
-    """Serve the embedded model while the block runs; `options` are the engine's."""
+def real_server(
+    settings: Settings | None = None, directory: Path = EMBEDDED, **options: Any
+) -> Iterator[Live]:
+    """Serve a model under the name `embedded` while the block runs; `options` are the engine's."""
     from entropic_jax.serving.engine.options import EngineOptions
     from entropic_jax.serving.engine.start import start
 
     small: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 1024, "warmup": "none"}
-    llm_engine = start(EMBEDDED, EngineOptions(**{**small, **options}))
+    llm_engine = start(directory, EngineOptions(**{**small, **options}))
     try:
-        model = served_model.describe(llm_engine.model, str(EMBEDDED), ("embedded",), llm_engine.context)
+        model = served_model.describe(llm_engine.model, str(directory), ("embedded",), llm_engine.context)
         with serving(Frontend(llm_engine, model, settings or Settings(port=0))) as live:
             live.engine, live.model = llm_engine, model
             yield live

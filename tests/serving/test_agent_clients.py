@@ -13,6 +13,8 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, ConfigDict
 
+from entropic_jax.serving.options.model import EMBEDDED
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 MISSING = "the extra `clients` is not installed"
 
@@ -138,3 +140,31 @@ def test_instructor(real):
     answers = json.loads(run.stdout)
     assert set(answers) == {"default", "TOOLS", "JSON_SCHEMA"}
     assert all(Paint.model_validate(answer) for answer in answers.values())
+
+
+def test_guidellm(real, tmp_path):
+    """In the environment of the program that `GUIDELLM` names: it needs older packages than others."""
+    program = os.environ.get("GUIDELLM")
+    if program is None:
+        pytest.skip("GUIDELLM does not name the program of `guidellm`")
+    requests, tokens = 6, 8
+    report = tmp_path / "report.json"
+    command = [
+        *(program, "run", "--disable-console", "--output", f"kind=json,path={report}"),
+        *("--backend", f"kind=openai_http,target={real.url},model=embedded"),
+        *("--profile", "kind=concurrent,streams=2", "--constraint", f"kind=max_requests,count={requests}"),
+        *("--data", f"kind=synthetic_text,prompt_tokens=32,output_tokens={tokens}"),
+        *("--tokenizer", f"kind=huggingface_auto,model={EMBEDDED}"),
+    ]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    environment.pop("PYTHONPATH", None)
+    run = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=environment
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    (benchmark,) = json.loads(report.read_text())["benchmarks"]
+    assert benchmark["metrics"]["request_totals"]["successful"] == requests
+    assert benchmark["metrics"]["request_totals"]["errored"] == 0
+    counts = benchmark["metrics"]["output_token_count"]["successful"]
+    assert counts["mean"] == tokens
+    assert benchmark["metrics"]["time_to_first_token_ms"]["successful"]["mean"] > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Literal
 
 import pytest
 
@@ -76,17 +77,67 @@ def test_openai_parses_what_a_schema_asks_for(client):
 
     class Point(BaseModel):
         x: bool
-        kind: str
+        kind: Literal["cat", "dog"]
 
-    schema = Point.model_json_schema()
-    schema["properties"]["kind"] = {"enum": ["cat", "dog"]}
-    form = {"type": "json_schema", "json_schema": {"name": "point", "schema": schema}}
-    answer = client.chat.completions.create(
-        model="embedded", messages=MESSAGES, max_tokens=64, seed=1, response_format=form
-    )
-    (choice,) = answer.choices
-    assert choice.finish_reason == "stop"
-    assert Point.model_validate_json(choice.message.content).kind in ("cat", "dog")
+    fields = {"model": "embedded", "messages": MESSAGES, "max_tokens": 64, "seed": 1}
+    (choice,) = client.chat.completions.parse(**fields, response_format=Point).choices
+    assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Point)
+    form = {"type": "json_schema", "json_schema": {"name": "point", "schema": Point.model_json_schema()}}
+    (choice,) = client.chat.completions.create(**fields, response_format=form).choices
+    assert choice.finish_reason == "stop" and Point.model_validate_json(choice.message.content)
+
+
+def test_openai_responses(client):
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        yes: bool
+
+    fields = {"model": "embedded", "input": "import json", "extra_body": {"seed": 3}}
+    said = client.responses.create(**fields, max_output_tokens=8)
+    assert said.output_text and said.usage.output_tokens == 8 and said.status == "incomplete"
+    with client.responses.stream(**fields, max_output_tokens=8) as stream:
+        *events, last = stream
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert last.type == "response.incomplete" and "".join(deltas) == said.output_text
+    assert isinstance(client.responses.parse(**fields, text_format=Answer).output_parsed, Answer)
+    tool = {"type": "function", "strict": True, **PAINT["function"]}
+    (call,) = client.responses.create(
+        **fields, tools=[tool], tool_choice="required", parallel_tool_calls=False
+    ).output
+    assert valid(call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    stored = client.responses.create(**fields, max_output_tokens=8, store=True)
+    again = {"model": "embedded", "previous_response_id": stored.id, "max_output_tokens": 8}
+    assert client.responses.create(**again, input="import os").output_text
+    assert client.responses.create(
+        **{**again, "previous_response_id": None}, input=[call.model_dump(exclude_none=True), result]
+    ).output_text
+
+
+def test_anthropic(real):
+    anthropic = pytest.importorskip("anthropic", reason="the extra `clients` is not installed")
+    function = PAINT["function"]
+    tool = {"name": "paint", "description": "Paints.", "input_schema": function["parameters"]}
+    fields = {"model": "embedded", "max_tokens": 200, "extra_body": {"seed": 3}}
+    with anthropic.Anthropic(base_url=real.url, api_key="none", max_retries=0) as client:
+        said = client.messages.create(**{**fields, "max_tokens": 8}, messages=MESSAGES)
+        assert said.stop_reason == "max_tokens" and said.usage.output_tokens == 8
+        with client.messages.stream(**{**fields, "max_tokens": 8}, messages=MESSAGES) as stream:
+            assert "".join(stream.text_stream) == said.content[0].text
+        choice = {"type": "any", "disable_parallel_tool_use": True}
+        answer = client.messages.create(**fields, messages=MESSAGES, tools=[tool], tool_choice=choice)
+        (call,) = answer.content
+        assert answer.stop_reason == "tool_use" and valid(call.name, json.dumps(call.input))
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
+        turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        with client.messages.stream(
+            **fields, messages=[*MESSAGES, *turns], tools=[tool], tool_choice=choice
+        ) as stream:
+            (call,) = stream.get_final_message().content
+        assert valid(call.name, json.dumps(call.input))
+        count = client.messages.count_tokens(model="embedded", messages=MESSAGES)
+        assert count.input_tokens == said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0)
 
 
 @pytest.mark.parametrize("preset", ["micro", "full", "full-lossy"])
@@ -184,5 +235,6 @@ def test_langchain_calls_tools(real):
     )
     said = model.bind_tools([PAINT], tool_choice="required").invoke("Paint the door.")
     assert said.tool_calls[0]["name"] == "paint" and not said.invalid_tool_calls
-    held = model.with_structured_output(PAINT["function"], method="function_calling")
-    assert held.invoke("Paint the door.")["colour"] in ("red", "blue")
+    for method in ("function_calling", "json_schema"):
+        held = model.with_structured_output(PAINT["function"], method=method)
+        assert held.invoke("Paint the door.")["colour"] in ("red", "blue"), method

@@ -2,6 +2,8 @@
 
 import json
 import math
+from collections.abc import Iterable
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -48,38 +50,45 @@ TASKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def results(real, tmp_path_factory):
+API = {  # arguments of `local-completions`
+    "model": "embedded",
+    "tokenizer_backend": "remote",
+    "num_concurrent": 1,
+    "max_length": 256,
+    "batch_size": 4,
+    "max_retries": 1,
+}
+
+
+def evaluate(folder: Path, model: str, arguments: dict, tasks: Iterable[str] = TASKS, **options) -> dict:
+    """The harness's results on tasks, which it reads from a folder."""
     lm_eval = pytest.importorskip("lm_eval", reason="the extra `clients` is not installed")
     from lm_eval.tasks import TaskManager
 
-    folder = tmp_path_factory.mktemp("tasks")
-    for name, task in TASKS.items():
+    for name in tasks:
         documents = [{"text": text} for text in TEXTS] if name == "rolling" else QUESTIONS
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-        options = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
-        source = {"dataset_path": "json", "dataset_kwargs": options}
-        config = {"task": name, "test_split": "test", **source, **task}
+        files = {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}
+        source = {"dataset_path": "json", "dataset_kwargs": files}
+        config = {"task": name, "test_split": "test", **source, **TASKS[name]}
         (folder / f"{name}.yaml").write_text(json.dumps(config))  # JSON is YAML
-    arguments = {
-        "model": "embedded",
-        "base_url": f"{real.url}/v1/completions",
-        "tokenizer_backend": "remote",
-        "num_concurrent": 1,
-        "max_length": 256,
-        "batch_size": 4,
-        "max_retries": 1,
-    }
     return lm_eval.simple_evaluate(
-        model="local-completions",
+        model=model,
         model_args=arguments,
-        tasks=list(TASKS),
+        tasks=list(tasks),
         task_manager=TaskManager(include_path=str(folder)),
         bootstrap_iters=0,
         log_samples=True,
         cache_requests=False,
+        **options,
     )
+
+
+@pytest.fixture(scope="module")
+def results(real, tmp_path_factory):
+    arguments = {**API, "base_url": f"{real.url}/v1/completions"}
+    return evaluate(tmp_path_factory.mktemp("tasks"), "local-completions", arguments)
 
 
 def likelihoods(model, sequences) -> list[tuple[np.ndarray, np.ndarray]]:
