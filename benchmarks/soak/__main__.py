@@ -2,12 +2,12 @@
 
     python -m benchmarks.soak [--requests 10000] [--concurrency 48] [--document]
 
-Starts a server with a small KV cache, so that sequences are preempted, and with `--batch-invariant`, so that
-the right answer to each request is the one the server gave when it had no other request. The server's time
-limit may end long requests and requests of low priority. At the end every page must be free again, memory
-must be within 5 % of what it was after warm-up, and after kill -9 the server must restart. Exits with 1 if
-any of this does not hold. The results so far are kept in `soak-CPU.partial.json`; the test stops after a
-hundred failed requests.
+Starts a server with a small KV cache, so that sequences are preempted, with two LoRA adapters, and with
+`--batch-invariant`, so that the right answer to each request is the one the server gave when it had no
+other request. The server's time limit may end long requests and requests of low priority. At the end every
+page must be free again, memory must be within 5 % of what it was after warm-up, and after kill -9 the
+server must restart. Exits with 1 if any of this does not hold. The results so far are kept in
+`soak-CPU.partial.json`; the test stops after a hundred failed requests.
 """
 
 import argparse
@@ -25,11 +25,14 @@ from ..harness.provenance import describe_run, processor_name
 from ..harness.publishing import add_document_option, publish, results_file, write_json
 from ..harness.server_process import ServerProcess, ours
 from . import report
+from .adapters import write_adapter
 from .measure import crash, learn, prompts, soak
+from .workload import ADAPTERS
 
 SERVER = (
     *("--max-num-seqs", "16", "--max-model-len", "1024", "--kv-cache-bytes", str(18 * 2**20)),
     *("--request-timeout", "60", "--batch-invariant", "--warmup", "full"),
+    *("--enable-lora", "--max-lora-rank", "8", "--lora-modules"),
 )
 
 
@@ -57,9 +60,13 @@ def main() -> int:
             f"{len(run['failures'])} failed, {sum(run['timed_out'].values())} timed out"
         )
 
-    results = describe_run(console) | {"server": " ".join(SERVER)}
+    results = describe_run(console) | {"server": " ".join([*SERVER, *ADAPTERS])}
     with tempfile.TemporaryDirectory() as folder:
-        server = ServerProcess(ours(options.model, *SERVER), Path(folder) / "server.log")
+        adapters = [
+            f"{name}={write_adapter(Path(folder) / name, options.model, seed)}"
+            for seed, name in enumerate(ADAPTERS)
+        ]
+        server = ServerProcess(ours(options.model, *SERVER, *adapters), Path(folder) / "server.log")
         try:
             results["ready"] = server.start()
             known = asyncio.run(learn(server, prompts(options.prompts), options.tokens))

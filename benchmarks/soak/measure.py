@@ -147,7 +147,7 @@ async def crash(server: ServerProcess, known: list[Known], tokens: int) -> dict[
         "streams": len(streams),
         "broken_off": broken,
         "ready_again": seconds,
-        "same": after_restart == known,
+        "same": all(new.same_as(old) for new, old in zip(after_restart, known, strict=True)),
     }
 
 

@@ -18,6 +18,14 @@ SCHEMA = {
 }
 LONG = 500  # tokens: long enough to hold many pages, to be preempted, or to be cut off
 CHOICES = ["import", "return", "class"]
+ADAPTERS = ("left", "right")  # names of the adapters that the server has
+PARAMETERS = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "twice": {"type": "boolean"}},
+    "required": ["colour", "twice"],
+    "additionalProperties": False,
+}
+CLOSE = 1e-3  # largest difference of components of two embeddings of the same text, whose length is 1
 COMPLETIONS = "/v1/completions"
 # Each must be refused with a status of 400 to 499.
 INVALID: tuple[tuple[str, Any], ...] = (
@@ -60,6 +68,14 @@ class Known(NamedTuple):
     greedy: str
     seed: int
     sampled: str
+    adapted: tuple[str, ...]  # the greedy text under each adapter
+    embedding: tuple[float, ...]
+
+    def same_as(self, other: "Known") -> bool:
+        """Whether the texts are equal and the embeddings close."""
+        return self._replace(embedding=()) == other._replace(embedding=()) and is_close(
+            self.embedding, other.embedding
+        )
 
 
 class Requests:
@@ -127,7 +143,20 @@ class Requests:
         """The answers to a prompt when the server has no other request."""
         (greedy,) = await self.complete(prompt=prompt, temperature=0, seed=seed)
         (sampled,) = await self.complete(prompt=prompt, temperature=0.8, seed=seed)
-        return Known(prompt, greedy["text"], seed, sampled["text"])
+        adapted = [await self.adapted_text(prompt, seed, name) for name in ADAPTERS]
+        embedding = await self.embedding(prompt)
+        return Known(prompt, greedy["text"], seed, sampled["text"], tuple(adapted), embedding)
+
+    async def adapted_text(self, prompt: str, seed: int, adapter: str) -> str:
+        """The greedy text under an adapter."""
+        (choice,) = await self.complete(prompt=prompt, temperature=0, seed=seed, model=adapter)
+        return choice["text"]
+
+    async def embedding(self, text: str) -> tuple[float, ...]:
+        """The embedding of a text."""
+        status, tree = await self.post("/v1/embeddings", {"input": [text]})
+        expect(status == 200, f"status {status}: {tree}")
+        return tuple(tree["data"][0]["embedding"])
 
     # The kinds. Each raises WrongAnswerError for a wrong answer.
 
@@ -209,6 +238,59 @@ class Requests:
         expect(status == 200, f"status {status}: {tree}")
         expect(isinstance(tree["choices"][0]["message"]["content"], str), "the message has no text")
 
+    async def calls(self, known: Known, random: np.random.Generator) -> None:
+        """A call of a tool through one of the three APIs."""
+        said, function = known.prompt[-100:], {"name": "paint", "parameters": PARAMETERS}
+        messages, common = [{"role": "user", "content": said}], {"seed": known.seed}
+        kind = int(random.integers(3))
+        if kind == 0:
+            tools = [{"type": "function", "function": function}]
+            body = {"messages": messages, "max_tokens": 200, "tools": tools, "tool_choice": "required"}
+            choice = (await self.answer("/v1/chat/completions", body | common))["choices"][0]
+            complete = choice["finish_reason"] == "tool_calls"
+            stated = [
+                json.loads(call["function"]["arguments"]) for call in choice["message"]["tool_calls"] or ()
+            ]
+        elif kind == 1:
+            tools = [{"type": "function", **function}]
+            body = {"input": said, "max_output_tokens": 200, "tools": tools, "tool_choice": "required"}
+            tree = await self.answer("/v1/responses", body | common)
+            complete = tree["status"] == "completed"
+            stated = [json.loads(item["arguments"]) for item in tree["output"] if complete]
+        else:
+            tools = [{"name": "paint", "input_schema": PARAMETERS}]
+            body = {"messages": messages, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}}
+            tree = await self.answer("/v1/messages", body | common)
+            complete = tree["stop_reason"] == "tool_use"
+            stated = [block["input"] for block in tree["content"] if complete]
+        expect(bool(stated) or not complete, "it ended without a call")
+        for arguments in stated if complete else ():
+            expect(
+                set(arguments) == {"colour", "twice"} and arguments["colour"] in ("red", "blue"),
+                f"not what the tool takes: {arguments}",
+            )
+
+    async def answer(self, path: str, body: Body) -> Any:
+        """The JSON of an answer that must succeed."""
+        status, tree = await self.post(path, body)
+        expect(status == 200, f"status {status}: {tree}")
+        return tree
+
+    async def with_adapter(self, known: Known, random: np.random.Generator) -> None:
+        place = int(random.integers(len(ADAPTERS)))
+        text = await self.adapted_text(known.prompt, known.seed, ADAPTERS[place])
+        expect_equal(text, known.adapted[place])
+
+    async def embeds(self, known: Known, random: np.random.Generator) -> None:
+        """The embeddings of two texts in a request, and how one of them ranks."""
+        other = self.known[int(random.integers(len(self.known)))]
+        tree = await self.answer("/v1/embeddings", {"input": [known.prompt, other.prompt]})
+        for entry, text in zip(tree["data"], (known, other), strict=True):
+            expect(is_close(entry["embedding"], text.embedding), "another embedding")
+        ranked = {"query": known.prompt, "documents": [other.prompt, known.prompt], "scoring": "embedding"}
+        best = max((await self.answer("/rerank", ranked))["results"], key=lambda x: x["relevance_score"])
+        expect(abs(best["relevance_score"] - 1) < CLOSE, f"a text is not the closest to itself: {best}")
+
     async def controlled(self, known: Known, random: np.random.Generator) -> None:
         preset = ("micro", "meso-lossy", "full-lossy")[int(random.integers(3))]
         body = {"entropic": {"preset": preset, "trace": True}, "logprobs": 0, "seed": known.seed}
@@ -251,12 +333,20 @@ class Requests:
             "logprobs": (5, self.logprobs),
             "grammars": (5, self.constrained),
             "chat": (3, self.chat),
+            "tools": (4, self.calls),
+            "adapters": (8, self.with_adapter),
+            "embeddings": (5, self.embeds),
             "controlled": (6, self.controlled),
             "invalid": (6, self.invalid),
             "disconnects": (5, self.leaves),
             "early disconnects": (4, self.leaves_early),
             "long texts": (1, self.long),
         }
+
+
+def is_close(first: Sequence[float], second: Sequence[float]) -> bool:
+    """Whether two embeddings are of one text."""
+    return len(first) == len(second) and bool(np.all(np.abs(np.subtract(first, second)) <= CLOSE))
 
 
 def expect(condition: bool, message: str) -> None:

@@ -1,12 +1,23 @@
 """The checks of the soak benchmark pass on a correct server and detect a faulty one."""
 
 import asyncio
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks.soak.adapters import LAYERS, RANK, write_adapter
 from benchmarks.soak.report import memory_growth, verdicts
-from benchmarks.soak.workload import RefusedError, Requests, TimedOutError, WrongAnswerError
+from benchmarks.soak.workload import (
+    ADAPTERS,
+    PARAMETERS,
+    RefusedError,
+    Requests,
+    TimedOutError,
+    WrongAnswerError,
+)
+from entropic_jax.models.lora_files import read_adapter
+from entropic_jax.models.model import read_config
 from entropic_jax.serving.bench.connection import Pool
 
 TOKENS = 9
@@ -30,6 +41,8 @@ def ask(live, known, kind, times=4):
 
 @pytest.fixture
 def known(live):
+    live.engine.adapters.update({name: name for name in ADAPTERS})
+
     async def main():
         pool = Pool(live.url)
         try:
@@ -47,12 +60,40 @@ def test_every_kind_accepts_what_is_right(live, known, kind):
 
 
 @pytest.mark.parametrize(
-    "kind", ["greedy", "sampled", "streamed", "stop strings", "token ids", "several", "logprobs"]
+    "kind",
+    ["greedy", "sampled", "streamed", "stop strings", "token ids", "several", "logprobs", "adapters"],
 )
 def test_another_text_is_found(live, known, kind):
-    wrong = [answer._replace(greedy=answer.greedy[::-1], sampled=answer.sampled + "!") for answer in known]
+    wrong = [
+        answer._replace(
+            greedy=answer.greedy[::-1],
+            sampled=answer.sampled + "!",
+            adapted=tuple(text[::-1] for text in answer.adapted),
+        )
+        for answer in known
+    ]
     with pytest.raises(WrongAnswerError, match="another text from character"):
         ask(live, wrong, kind)
+
+
+def test_another_embedding_is_found(live, known):
+    wrong = [answer._replace(embedding=answer.embedding[::-1]) for answer in known]
+    with pytest.raises(WrongAnswerError, match="another embedding"):
+        ask(live, wrong, "embeddings")
+    assert known[0].same_as(known[0]) and not known[0].same_as(wrong[0]) and not known[0].same_as(known[1])
+
+
+def test_a_call_that_the_tool_does_not_take_is_found(live, known, monkeypatch):
+    other = {**PARAMETERS, "properties": {"colour": {"enum": ["green"]}, "twice": {"type": "boolean"}}}
+    monkeypatch.setattr("benchmarks.soak.workload.PARAMETERS", other)
+    with pytest.raises(WrongAnswerError, match="not what the tool takes"):
+        ask(live, known, "tools", 8)
+
+
+def test_an_adapter_is_of_the_model(directory, tmp_path):
+    folder = write_adapter(tmp_path / "left", Path(directory), 0)
+    adapter = read_adapter(folder, read_config(Path(directory)), RANK)
+    assert all(np.any(adapter[name].a) and np.any(adapter[name].b) for name in LAYERS)
 
 
 def test_a_server_that_is_full_or_not_able_is_asked_again(live, known):
