@@ -1,6 +1,7 @@
 """/server_info and /reset_prefix_cache, over a scripted engine and over a real one."""
 
 import tempfile
+import time
 from pathlib import Path
 
 import httpx2
@@ -11,6 +12,8 @@ from entropic_jax.serving.commands import serve
 from entropic_jax.serving.engine import start
 from entropic_jax.serving.engine.interface import EngineRequest, PrefixCacheReset
 from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.http.frontend import FrontendError
+from entropic_jax.serving.http.routes import administration
 from entropic_jax.serving.request import Request
 
 from .live import refused
@@ -38,6 +41,27 @@ def test_the_prefix_cache_is_reset(live):
     live.engine.failed = "the engine broke"
     answer = httpx2.post(f"{live.url}/reset_prefix_cache", headers=HEADERS)
     assert "the engine broke" in refused(answer, 503)["message"]
+
+
+def test_a_profile_that_nobody_ends_ends_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(administration, "LONGEST_PROFILE", 0.2)
+    profiler = administration.Profiler(str(tmp_path))
+    for _ in range(2):
+        profiler.start()
+        deadline = time.monotonic() + 60
+        while profiler.running:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        profiler.stop()  # it is written
+        with pytest.raises(FrontendError, match="no profile is being recorded"):
+            profiler.stop()
+    assert len(list(tmp_path.rglob("*.xplane.pb"))) >= 1
+    monkeypatch.setattr(administration, "LONGEST_PROFILE", 30.0)
+    profiler.start()
+    timer = profiler._timer
+    profiler.stop()
+    timer.join(10)
+    assert not timer.is_alive()
 
 
 def test_a_profile_is_recorded(live):

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import time
 
 import httpx2
@@ -305,6 +306,20 @@ def test_results_that_do_not_fit_fail_the_batch(served, tmp_path):
         batch = ended(live, batch_of(live, [line(i) for i in range(20)]))
         assert batch["status"] == "failed" and batch["errors"]["data"][0]["code"] == "storage_full"
         assert 0 < len(results(live, batch)) < 20
+
+
+def test_a_client_that_leaves_during_an_upload_is_no_error(live, caplog):
+    head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
+    with caplog.at_level("INFO"):
+        with socket.create_connection(("127.0.0.1", live.port), timeout=20) as connection:
+            connection.sendall(head.encode() + b"Content-Length: 99\r\n\r\n--x")
+            time.sleep(0.2)
+        deadline = time.monotonic() + 20
+        while not (lines := [x for x in caplog.records if getattr(x, "path", None) == "/v1/files"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert [line.levelname for line in lines] == ["INFO"] and lines[0].status == 400
+    assert all(record.levelname != "ERROR" for record in caplog.records)
 
 
 def test_files_expire_and_leave_nothing(tmp_path):

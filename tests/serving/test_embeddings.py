@@ -97,6 +97,24 @@ def test_a_client_that_leaves_stops_the_work(live):
         live.engine.embed_seconds = 0.0
 
 
+def test_scores_that_a_sleep_ends(live, monkeypatch):
+    """`/sleep` ends requests with the reason `abort`, while the server goes on."""
+    submit = live.engine.submit
+
+    def ended(engine_request):
+        stream = submit(engine_request)
+        stream.cancelled.set()
+        return stream
+
+    monkeypatch.setattr(live.engine, "submit", ended)
+    answer = httpx2.post(live.url + "/score", json={"text_1": "a", "text_2": "b"})
+    assert "the server ends or sleeps" in refused(answer, 503)["message"]
+    assert answer.headers["retry-after"]
+    body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
+    answer = httpx2.post(live.url + "/v1/messages", json=body)
+    assert answer.status_code == 503 and "the server ends or sleeps" in answer.json()["error"]["message"]
+
+
 def test_a_shutdown_ends_the_work(live):
     live.engine.embed_seconds = 30.0
     answers = []

@@ -1,6 +1,7 @@
 """`/server_info`, `/reset_prefix_cache`, and where enabled `/start_profile` and `/stop_profile`."""
 
 import asyncio
+import logging
 import threading
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from ..settings import Settings
 from .errors import documented
 from .rendering import answered
 
+logger = logging.getLogger(__name__)
+LONGEST_PROFILE = 20.0  # seconds, since under load a trace takes some ten megabytes of memory a second
 SECRET = ("api_keys", "ssl_certfile", "ssl_keyfile")  # settings of which only the presence is shown
 
 
@@ -53,11 +56,13 @@ def router(frontend: Frontend) -> APIRouter:
 
 
 class Profiler:
-    """A JAX trace of the process: one at a time."""
+    """A JAX trace of the process: one at a time, which ends by itself after `LONGEST_PROFILE`."""
 
     def __init__(self, folder: str) -> None:
         """No trace; each will be written below `folder`."""
         self.folder, self.running = folder, False
+        self._ended_by_itself = False  # and nobody has asked for its end
+        self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
 
     def start(self) -> None:
@@ -71,20 +76,44 @@ class Profiler:
                 jax.profiler.start_trace(self.folder)
             except (RuntimeError, OSError) as error:
                 raise FrontendError(503, f"no profile can be recorded: {error}") from None
-            self.running = True
+            self.running, self._ended_by_itself = True, False
+            self._timer = threading.Timer(LONGEST_PROFILE, self._end)
+            self._timer.daemon = True
+            self._timer.start()
 
     def stop(self) -> None:
         """End the trace and write it. FrontendError if none is running, or it cannot be written."""
-        import jax
-
         with self._lock:
+            if self._ended_by_itself:
+                self._ended_by_itself = False
+                return
             if not self.running:
                 raise FrontendError(409, "no profile is being recorded; POST /start_profile begins one")
-            self.running = False
+            if self._timer is not None:
+                self._timer.cancel()
             try:
-                jax.profiler.stop_trace()
+                self._write()
             except (RuntimeError, OSError) as error:
                 raise FrontendError(503, f"the profile cannot be written: {error}") from None
+
+    def _end(self) -> None:
+        """End a trace that has grown long enough."""
+        with self._lock:
+            if not self.running or threading.current_thread() is not self._timer:
+                return
+            try:
+                self._write()
+            except (RuntimeError, OSError) as error:
+                logger.warning("the profile cannot be written: %s", error)
+                return
+            self._ended_by_itself = True
+        logger.warning("the profile ended by itself after %g s", LONGEST_PROFILE)
+
+    def _write(self) -> None:
+        import jax
+
+        self.running = False
+        jax.profiler.stop_trace()
 
 
 def _add_profiler(routes: APIRouter, profiler: Profiler) -> None:

@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
@@ -161,6 +161,10 @@ def install(app: FastAPI) -> None:
             headers = {**headers, "Allow": ", ".join(sorted(methods - {""}))}
             message = f"method must be {headers['Allow']} for {path}; got {request.method}"
         return answer(error.status_code, message, headers=headers, path=request.url.path)
+
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return answer(400, "the client left before it had sent the body", path=request.url.path)
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

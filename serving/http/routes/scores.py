@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from ...engine.interface import EngineRequest
 from ...request import Request as TextRequest
-from ..frontend import Frontend, FrontendError, refusals
+from ..frontend import RETRY, Frontend, FrontendError, refusals
 from ..protocol.embeddings import Ranking, RerankBody, ScoreBody, ScoreList, ScoringBody
 from . import generation, pooling, preparation, rendering, unknown_fields
 from .errors import documented
@@ -167,6 +167,7 @@ async def _mean_logprobs(
     for delta, length in zip(deltas, lengths, strict=True):
         logprobs = [token.logprob for token in delta.prompt[-length:]]
         if len(logprobs) < length or None in logprobs:
-            raise FrontendError(503, "the server stopped before all scores were computed")
+            message = "the server ends or sleeps; not all scores were computed"
+            raise FrontendError(503, message, retry_after=RETRY)
         means.append(sum(logprob or 0.0 for logprob in logprobs) / length)
     return means
