@@ -247,10 +247,9 @@ class Requests:
             tools = [{"type": "function", "function": function}]
             body = {"messages": messages, "max_tokens": 200, "tools": tools, "tool_choice": "required"}
             choice = (await self.answer("/v1/chat/completions", body | common))["choices"][0]
-            complete = choice["finish_reason"] == "tool_calls"
-            stated = [
-                json.loads(call["function"]["arguments"]) for call in choice["message"]["tool_calls"] or ()
-            ]
+            complete = choice["finish_reason"] == "tool_calls"  # or it was too long
+            calls = choice["message"]["tool_calls"] if complete else ()
+            stated = [json.loads(call["function"]["arguments"]) for call in calls]
         elif kind == 1:
             tools = [{"type": "function", **function}]
             body = {"input": said, "max_output_tokens": 200, "tools": tools, "tool_choice": "required"}

@@ -78,8 +78,9 @@ class Plot {
     const ticks = [];
     for (let step = stepOf(top, 3), y = 0; y <= top * 1.001; y += step) ticks.push([y, String(+y.toPrecision(4))]);
     const left = 10 + Math.max(...ticks.map(([, label]) => brush.measureText(label).width));
-    const inner = { w: width - left - ROOM.right, h: height - ROOM.top - ROOM.bottom };
-    const px = (x) => left + (x / right) * inner.w, py = (y) => ROOM.top + (1 - Math.min(y, top) / top) * inner.h;
+    const above = this.level == null ? ROOM.top : 16; // the label of the level stands there
+    const inner = { w: width - left - ROOM.right, h: height - above - ROOM.bottom };
+    const px = (x) => left + (x / right) * inner.w, py = (y) => above + (1 - Math.min(y, top) / top) * inner.h;
 
     brush.fillStyle = color("quiet");
     brush.strokeStyle = color("line");
@@ -109,10 +110,7 @@ class Plot {
       brush.setLineDash([]);
       brush.fillStyle = color("warn");
       brush.textAlign = "right";
-      brush.strokeStyle = color("surface");
-      brush.lineWidth = 4;
-      brush.strokeText(`target ${this.level.toFixed(2)}`, width - ROOM.right, Math.max(py(this.level) - 4, 10));
-      brush.fillText(`target ${this.level.toFixed(2)}`, width - ROOM.right, Math.max(py(this.level) - 4, 10));
+      brush.fillText(`target ${this.level.toFixed(2)}`, width - ROOM.right, 10); // above the curves
     };
     for (const { x, y, color: name, faint } of this.series) {
       brush.strokeStyle = color(name);
