@@ -12,41 +12,32 @@ is empty, nothing is stored. Loading one runs what is in it, so files and folder
 written are ignored.
 """
 
-import contextlib
 import dataclasses
 import hashlib
-import io
 import logging
 import os
-import pickle
 import secrets
-import stat
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import serialize_executable
 from jax.sharding import Mesh, NamedSharding
-from jaxlib import xla_client
 
-import entropic_jax
-from entropic_jax.cpu_runtime.custom_call import register_stored, registered
 from entropic_jax.cpu_runtime.threads import num_threads
 from entropic_jax.mesh.devices import default_device, processor, user_cache
 
 from .compilation import compile_program
+from .program_files import PACKAGE, read_program, refusal, stored_program, write_program
 
 LOG = logging.getLogger("entropic_jax.programs")
 VARIABLE = "ENTROPIC_PROGRAM_CACHE"
-PACKAGE = Path(entropic_jax.__file__).resolve().parent
 NAME = __name__.partition(".")[0]
 DEPENDENCIES = ("jax", "jaxlib", "numpy", "flax", "llvmlite", "numba")
 SETTINGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "ENTROPIC_KERNELS", "NPROC")  # read by tracing or compilation
@@ -63,15 +54,6 @@ class NotStorableError(Exception):
     """A program that the cache cannot hold, with the reason."""
 
 
-class StoredProgram(NamedTuple):
-    """What a file holds."""
-
-    kernels: dict[str, str]  # CPU kernels that it calls, and their packages
-    executable: bytes
-    result: bytes  # pickled tree of the results, with numbers in place of arrays
-    devices: tuple[int, ...]  # that it was compiled for, in their order
-
-
 def load_or_compile(
     function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
 ) -> tuple[Callable[..., Any], bool]:
@@ -85,16 +67,40 @@ def load_or_compile(
     Returns:
         The program, and whether it was compiled now.
     """
-    digest, folder = "", _folder()
+    file = _file(function, arguments, donate_argnums)
+    # What could not be stored before is left to JAX's cache.
+    if file is None or refusal(file).exists():
+        return compile_program(function, arguments, donate_argnums), True
+    with LOCKS.setdefault(file.name, threading.Lock()):
+        return _load_or_compile(function, arguments, donate_argnums, file)
+
+
+def is_stored(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
+) -> bool:
+    """Whether the cache holds the program of a function, sound and with its kernels; it is not loaded.
+
+    Args:
+        function: as for `load_or_compile`.
+        arguments: as for `load_or_compile`.
+        donate_argnums: as for `load_or_compile`.
+    """
+    file = _file(function, arguments, donate_argnums)
+    return file is not None and stored_program(file) is not None
+
+
+def _file(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...]
+) -> Path | None:
+    """Where a program is stored; None if nowhere."""
+    folder = _folder()
+    if folder is None:
+        return None
     try:
-        digest = key(function, arguments, donate_argnums) if folder else ""
+        return folder / f"{key(function, arguments, donate_argnums)[:32]}.program"
     except NotStorableError as reason:
         LOG.debug("a program is not stored: %s", reason)
-    # What could not be stored before is left to JAX's cache.
-    if not (folder and digest) or _refusal(folder / f"{digest[:32]}.program").exists():
-        return compile_program(function, arguments, donate_argnums), True
-    with LOCKS.setdefault(digest, threading.Lock()):
-        return _load_or_compile(function, arguments, donate_argnums, folder / f"{digest[:32]}.program")
+        return None
 
 
 def _load_or_compile(
@@ -108,7 +114,7 @@ def _load_or_compile(
         donate_argnums: as for `load_or_compile`.
         file: where it is stored.
     """
-    program = _read(file, arguments)
+    program = read_program(file, arguments, _devices(arguments))
     if program is not None:
         return program, False
 
@@ -119,7 +125,7 @@ def _load_or_compile(
     # cache, which therefore does not hold this program.
     named.__name__ = f"{_innermost(function).__name__}_{secrets.token_hex(4)}"
     program = compile_program(named, arguments, donate_argnums)
-    _write(file, program, _devices(arguments))
+    write_program(file, program, _devices(arguments))
     return program, True
 
 
@@ -272,129 +278,3 @@ def _folder() -> Path | None:
     if parent == "":
         return None
     return (Path(parent) if parent else user_cache()) / f"programs-{source_digest()[:16]}"
-
-
-def _is_ours(path: Path) -> bool:
-    """Whether only this user can have written a file or a folder."""
-    if not hasattr(os, "getuid"):
-        return True
-    status = path.stat()
-    return status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _read(file: Path, arguments: tuple[Any, ...]) -> Callable[..., Any] | None:
-    """The program in a file; None if there is none, or it cannot be used."""
-    try:
-        if not file.exists():
-            return None
-        if not (_is_ours(file.parent) and _is_ours(file)):
-            raise ValueError("another user could have written it")
-        data = file.read_bytes()
-        if hashlib.sha256(data[32:]).digest() != data[:32]:
-            raise ValueError("it is damaged")
-        stored = StoredProgram(*pickle.loads(data[32:]))
-        for kernel, package in stored.kernels.items():
-            if not register_stored(kernel, PACKAGE / package):
-                raise ValueError(f"the kernel {kernel} is not stored")
-        result = jax.tree.structure(pickle.loads(stored.result))
-        return _load(stored, jax.tree.structure((arguments, {})), result, _devices(arguments))
-    except Exception as error:  # whatever it is, the program can be compiled
-        LOG.info("%s cannot be used: %s", file, error)
-        return None
-
-
-def _load(
-    stored: StoredProgram, arguments: Any, result: Any, devices: tuple[jax.Device, ...]
-) -> Callable[..., Any]:
-    """A stored program, for devices of the kind that it was compiled for.
-
-    Args:
-        stored: the contents of its file.
-        arguments: structure of its positional and keyword arguments.
-        result: structure of its results.
-        devices: the devices that run the program.
-    """
-    if tuple(device.id for device in devices) == stored.devices:
-        client = devices[0].client
-        return serialize_executable.deserialize_and_load(
-            stored.executable, arguments, result, backend=client, execution_devices=list(devices)
-        )
-    reader = _ForDevices(io.BytesIO(stored.executable), dict(zip(stored.devices, devices, strict=True)))
-    unloaded, leaves, no_kwargs = reader.load()
-    return jax.stages.Compiled(unloaded.load(), [], arguments.unflatten(leaves), result, no_kwargs=no_kwargs)
-
-
-class _ForDevices(pickle.Unpickler):
-    """Loads a program that `serialize_executable.serialize` has stored, for other devices than it names.
-
-    JAX would look for the devices that the program was compiled for, and XLA's CPU client would run it there.
-    """
-
-    def __init__(self, stream: io.BytesIO, devices: dict[int, jax.Device]) -> None:
-        super().__init__(stream)
-        self.devices, self.client = devices, next(iter(devices.values())).client
-
-    def persistent_load(self, pid: tuple[Any, ...]) -> Any:
-        """The executable, the device or the client that a persistent id stands for."""
-        match pid:
-            case ("exec", executable):
-                devices = tuple(self.devices.values())
-                return self.client.deserialize_executable(executable, devices, _assigned_to(devices))
-            case ("device", number):
-                return self.devices[number]
-            case ("client",):
-                return self.client
-        raise pickle.UnpicklingError(f"it refers to {pid[:1]}")
-
-
-def _assigned_to(devices: tuple[jax.Device, ...]) -> Any:
-    """XLA's options of a program that runs on devices, each with a part."""
-    options = xla_client.CompileOptions()
-    build = options.executable_build_options
-    options.num_replicas = build.num_replicas = 1
-    options.num_partitions = build.num_partitions = len(devices)
-    build.use_spmd_partitioning = len(devices) > 1
-    assignment = np.array([[device.id for device in devices]])
-    build.device_assignment = xla_client.DeviceAssignment.create(assignment)
-    return options
-
-
-def _write(file: Path, program: Any, devices: tuple[jax.Device, ...]) -> None:
-    """Store a program. One that cannot be stored, or a folder that cannot be written to, is not an error.
-
-    Args:
-        file: where it is stored.
-        program: compiled now.
-        devices: the devices that the program was compiled for.
-    """
-    try:
-        file.parent.mkdir(0o700, parents=True, exist_ok=True)  # whatever the umask says, see `_is_ours`
-        executable, _, structure = serialize_executable.serialize(program)
-        result = jax.tree.unflatten(structure, range(structure.num_leaves))
-        text = program.as_text()
-        kernels = {name: package for name, package in _packages() if f'custom_call_target="{name}"' in text}
-        body = pickle.dumps(
-            tuple(
-                StoredProgram(
-                    kernels, executable, pickle.dumps(result), tuple(device.id for device in devices)
-                )
-            )
-        )
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as stream:
-            stream.write(hashlib.sha256(body).digest() + body)
-        os.replace(stream.name, file)
-    except Exception as error:
-        LOG.info("a program is not stored: %s", error)
-        with contextlib.suppress(OSError):
-            _refusal(file).touch()
-
-
-def _refusal(file: Path) -> Path:
-    """The file that exists where a program could not be stored."""
-    return file.with_suffix(".refused")
-
-
-def _packages() -> Iterator[tuple[str, str]]:
-    """The CPU kernels of this process, and the packages that hold them, relative to this one."""
-    for name, package in registered().items():
-        yield name, package.relative_to(PACKAGE).as_posix()

@@ -15,7 +15,14 @@ from entropic_jax import entropy
 from entropic_jax.control.entropy_drop import AR1, expected_drop
 from entropic_jax.control.temperature import Integral
 from entropic_jax.serving import executable_cache
-from entropic_jax.serving.executable_cache import NotStorableError, describe, key, load_or_compile
+from entropic_jax.serving.executable_cache import (
+    NotStorableError,
+    describe,
+    is_stored,
+    key,
+    load_or_compile,
+    program_files,
+)
 from entropic_jax.state.constraints import no_constraints
 from entropic_jax.state.row_subset import where_rows
 
@@ -33,7 +40,9 @@ def stored(folder):
 
 
 def test_a_stored_program_is_loaded(folder):
+    assert not is_stored(entropy.entropy_statistics, (LOGITS,))
     first, compiled = load_or_compile(entropy.entropy_statistics, (LOGITS,))
+    assert is_stored(entropy.entropy_statistics, (LOGITS,))
     again, compiled_again = load_or_compile(entropy.entropy_statistics, (LOGITS,))
     assert compiled and not compiled_again and len(stored(folder)) == 1
     chex.assert_trees_all_equal(again(LOGITS), first(LOGITS))
@@ -147,9 +156,10 @@ def test_a_file_that_cannot_be_trusted_or_used_is_ignored(folder, harm, monkeypa
         case "writable folder":
             file.parent.chmod(0o777)
         case "no kernel":
-            monkeypatch.setattr(executable_cache, "register_stored", lambda name, package: False)
+            monkeypatch.setattr(program_files, "register_stored", lambda name, package: False)
             if b"entropic_entropy_moments" not in data:
                 pytest.skip("no kernel of this machine computes entropies")
+    assert not is_stored(entropy.entropy_statistics, (LOGITS,))
     program, compiled = load_or_compile(entropy.entropy_statistics, (LOGITS,))
     assert compiled
     chex.assert_trees_all_close(program(LOGITS).entropy, entropy.entropy_statistics(LOGITS).entropy)
@@ -168,7 +178,7 @@ def test_what_could_not_be_stored_is_left_to_the_cache_of_jax(folder, monkeypatc
     def serialize(program):
         raise ValueError("it has a callback")
 
-    monkeypatch.setattr(executable_cache.serialize_executable, "serialize", serialize)
+    monkeypatch.setattr(program_files.serialize_executable, "serialize", serialize)
     for _ in range(2):
         program, compiled = load_or_compile(entropy.entropy_statistics, (LOGITS,))
         names = program.as_text().partition("\n")[0]
