@@ -2,9 +2,10 @@
 
     python -m benchmarks.start_up [--repeat 5] [--document]
 
-`generate` writes 20 tokens and exits; `serve` answers a streamed request that waits for it. Each runs once
-with empty caches and then with those of that run. A control has every cache but that of compiled programs
-(`ENTROPIC_PROGRAM_CACHE=`), so that it traces programs and finds them in JAX's cache.
+`generate` writes 20 tokens and exits; `serve` answers a streamed request that waits for it, and its memory is
+read once all programs are there. Each runs once with empty caches and then with those of that run. A control
+has every cache but that of compiled programs (`ENTROPIC_PROGRAM_CACHE=`), so that it traces programs and
+finds them in JAX's cache.
 """
 
 import argparse

@@ -10,6 +10,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -35,7 +36,14 @@ def environment(folder: Path, caches: str) -> dict[str, str]:
     return {**kept, "XDG_CACHE_HOME": str(folder), **programs}
 
 
-def generate(preset: str, settings: dict[str, str]) -> dict[str, float]:
+class Start(NamedTuple):
+    """What was measured of a process."""
+
+    seconds: dict[str, float]  # from its start, by what they are counted to
+    resident: float | None = None  # MiB of memory, once all programs are there; None of one that has ended
+
+
+def generate(preset: str, settings: dict[str, str]) -> Start:
     """Seconds from the start of `entropic generate` to its exit.
 
     Args:
@@ -52,11 +60,13 @@ def generate(preset: str, settings: dict[str, str]) -> dict[str, float]:
         capture_output=True,
         timeout=LIMIT,
     )
-    return {"exit": time.perf_counter() - begin}
+    return Start({"exit": time.perf_counter() - begin})
 
 
-def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
+def serve(preset: str, settings: dict[str, str]) -> Start:
     """Seconds from the start of a server to the first token of a waiting request, and to the warm-up's end.
+
+    Its memory is read after the warm-up.
 
     Args:
         preset: the name of the preset.
@@ -77,7 +87,16 @@ def serve(preset: str, settings: dict[str, str]) -> dict[str, float]:
             if process.poll() is not None:
                 raise RuntimeError(f"the server has ended with status {process.returncode}")
             time.sleep(0.05)
-        return {"first token": first, "ready": time.perf_counter() - begin}
+        seconds = {"first token": first, "ready": time.perf_counter() - begin}
+        return Start(seconds, resident(process.pid))
+
+
+def resident(process_id: int) -> float | None:
+    """MiB of memory that a process has; None where the system does not tell."""
+    file = Path(f"/proc/{process_id}/status")
+    if not file.exists():
+        return None
+    return next(int(line.split()[1]) / 1024 for line in file.read_text().splitlines() if "VmRSS" in line)
 
 
 @contextlib.contextmanager
@@ -117,14 +136,14 @@ def is_ready(url: str) -> bool:
         return False
 
 
-COMMANDS: dict[str, Callable[[str, dict[str, str]], dict[str, float]]] = {
+COMMANDS: dict[str, Callable[[str, dict[str, str]], Start]] = {
     "generate": generate,
     "serve": serve,
 }
 
 
 def measure(commands: Sequence[str], repeat: int, console: Console) -> list[dict]:
-    """A record of every start: command, preset, caches, whether it was the first, and its seconds.
+    """A record of every start: command, preset, caches, whether it was the first, its seconds and memory.
 
     Args:
         commands: among `COMMANDS`.
@@ -138,8 +157,8 @@ def measure(commands: Sequence[str], repeat: int, console: Console) -> list[dict
                 for preset in PRESETS:
                     for caches in CACHES:
                         settings = environment(Path(folder, command, preset, caches), caches)
-                        seconds = COMMANDS[command](preset, settings)
+                        start = COMMANDS[command](preset, settings)
                         kind = {"command": command, "preset": preset, "caches": caches, "cold": number == 0}
-                        console.print(f"{kind} {seconds}", highlight=False)
-                        records.append({**kind, "seconds": seconds})
+                        console.print(f"{kind} {start}", highlight=False)
+                        records.append({**kind, **start._asdict()})
     return records

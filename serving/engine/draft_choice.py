@@ -66,6 +66,11 @@ class DraftChoice:
         learnt = all(self._rate(width, kind).launches >= LEARNING_LAUNCHES for kind in (False, True))
         return learnt and speculates != self._faster(width)
 
+    def postpone(self, width: int) -> None:
+        """Put off a try of drafts that have been slower, for which there is no program in memory."""
+        if self.tries(width, True):
+            self._due[width] = LONGEST_WAIT
+
     def record(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
         """Learn from a launch.
 

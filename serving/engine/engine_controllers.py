@@ -8,7 +8,7 @@ from entropic_jax.parameter_tables.speculation_names import OFF
 from ..options import prefill_options, samplers
 from ..options.control_options import SAMPLERS, Control
 from .options import EngineOptions, may_prune
-from .programs import Shapes
+from .program_shapes import Shapes
 from .row_controllers import RowControllers
 
 

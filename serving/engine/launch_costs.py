@@ -6,7 +6,7 @@ from typing import NamedTuple
 from entropic_jax.speculation.speculator import EXPECTED
 
 from .grammars import Plan
-from .programs import DecodeProgram
+from .program_shapes import DecodeProgram
 from .sequence import Sequence
 
 LAUNCH_SECONDS = 0.001  # of a launch without its steps, on the host: what one launch fewer saves

@@ -21,7 +21,8 @@ from .launch_costs import LAUNCH_SECONDS, LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
 from .planned_constraints import SETS_PER_ROW, planned_fields
 from .prefill_planner import PrefillPlanner, ScheduledChunk, prefill_key
-from .programs import DecodeProgram, Programs
+from .program_shapes import DecodeProgram
+from .programs import Programs
 from .sequence import Sequence
 
 # Seconds that a launch should take. With free rows, launches stay short so that new requests start prefill
@@ -147,10 +148,26 @@ class LaunchPlanner:
             and any(s.row_gains.drafts for s in running)
             and not any(s.row_gains.pruning for s in running)
             and any(s.num_scheduled >= s.num_replay_tokens for s in running)
-            and any(self._available(self._decode_programs(running, speculates=True)))
         ):
             return False
-        width = self.decode_program(running, speculates=True).width
+        programs = list(self._decode_programs(running, speculates=True))
+        if programs and self.programs.memory.is_out(("decode", *programs[0])):
+            if self._drafts_pay(running, plans, programs[0].width):
+                self.programs.memory.misses(("decode", *programs[0]))
+                self.draft_choice.postpone(programs[0].width)
+            return False  # plain steps run until it is in memory
+        if not any(self._available(programs)):
+            return False
+        return self._drafts_pay(running, plans, self.decode_program(running, speculates=True).width)
+
+    def _drafts_pay(self, running: list[Sequence], plans: Mapping[int, Plan], width: int) -> bool:
+        """Whether launches that draft tokens have, or are expected to have, the higher rate.
+
+        Args:
+            running: sequences that decode.
+            plans: the plans of sequences with a grammar, by row.
+            width: rows of the program that drafts.
+        """
         if not plans:
             drafted = [s for s in running if s.row_gains.drafts]
             untried = sum(s.num_scheduled < UNTRIED_STEPS for s in drafted) / len(running)
@@ -165,6 +182,7 @@ class LaunchPlanner:
     def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
         """The program that decodes these sequences."""
         programs = list(self._decode_programs(running, speculates))
+        self.programs.memory.misses(("decode", *programs[0]))
         return next(self._available(programs), programs[0])
 
     def num_steps(

@@ -23,7 +23,7 @@ from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
 from ..options.option_types import ROWS
 from .launch_shapes import chunk_shapes, widths
-from .programs import Shapes
+from .program_shapes import Shapes
 
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "predicted", "fcfs"]

@@ -58,6 +58,12 @@ class ProgramCompiler:
             self._queue.insert(0, key)
         return True
 
+    def forget(self, key: tuple) -> None:
+        """Let a program be enqueued again that was compiled, or is just being looked for."""
+        with self._changed:
+            self._begun.discard(key)
+            self._ended.discard(key)
+
     def wait_for(self, key: tuple) -> None:
         """Wait until a program is compiled; return at once if it is not one of this compiler's."""
         if self.prefer(key):

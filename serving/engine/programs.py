@@ -1,33 +1,25 @@
 """Compiled programs over the device state, one for each shape, and a count of late compilations."""
 
-import dataclasses
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from entropic_jax.attention.page_selection import PagePolicy
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.mesh import sharding
-from entropic_jax.methods.entropix_branches import SearchPlan
-from entropic_jax.methods.method import Method
-from entropic_jax.methods.policies import CompressionPolicy
 from entropic_jax.models.lora import Adapters, without_adapters
-from entropic_jax.parameter_tables.speculation_names import DEFAULT_DRAFTED, OFF
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
 from entropic_jax.speculation import (
     DraftLength,
     HeadedDecoder,
     PassCosts,
     Speculator,
-    drafts_tokens,
-    make_speculator,
 )
 from entropic_jax.speculation.pass_timing import measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
@@ -35,103 +27,20 @@ from entropic_jax.speculation.stored_costs import TimedModel, known_costs, read_
 from entropic_jax.state.cache import Cache
 from entropic_jax.state.constraints import Constraints
 
-from ..executable_cache import load_or_compile
+from ..executable_cache import is_stored, load_or_compile
 from ..memory import page_bytes
+from . import allocator
 from .broadcast import Broadcaster
 from .device_state import DecodeOutput, DeviceState, UpdateBatch, compress, decode, prefill
 from .divided_programs import apply_divided, first_row, restore_divided, save_everywhere
 from .program_compiler import ProgramCompiler
+from .program_memory import ProgramMemory
+from .program_shapes import DecodeProgram, Shapes
 from .timed_sizes import timed_sizes
 
 T = TypeVar("T")
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 TIMING = threading.Lock()  # engines of one process time their passes one after the other
-
-
-class DecodeProgram(NamedTuple):
-    """Which decode program it is: its static arguments."""
-
-    width: int  # rows that a step computes
-    page_policy: PagePolicy | None  # which pages the steps read
-    samples: bool  # whether the engine's sampler draws the tokens of some rows
-    speculates: bool = False  # whether steps draft tokens and verify several at once
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """The shapes and static arguments that programs are compiled for."""
-
-    widths: tuple[int, ...]  # batch buckets: rows of a decode step, ascending
-    chunks: tuple[tuple[int, int], ...]  # prefill chunks: (prompts, tokens of each)
-    capacity: int  # steps of a launch, at most
-    page_policies: tuple[PagePolicy | None, ...]
-    samplers: tuple[bool, ...] = (False,)  # whether the engine's sampler draws the tokens of some rows
-    method: Method | None = None  # sparse prefill or KV compression
-    plan: SearchPlan | None = None  # of the branches that sequences may have
-    exact: bool = False  # a step computes the same rows whether any branches or none
-    speculate: str = OFF  # name of the drafter
-    num_speculative_tokens: int | None = None  # k, tokens drafted for a row in a step, at most
-
-    @property
-    def speculates(self) -> bool:
-        """Whether there are programs that draft tokens."""
-        return bool(self.drafting_widths)
-
-    @property
-    def drafting_widths(self) -> tuple[int, ...]:
-        """The batch buckets that draft tokens: a larger batch is bound by arithmetic without any."""
-        return tuple(rows for rows in self.widths if drafts_tokens(self.speculate, rows, self.drafted))
-
-    @property
-    def drafted(self) -> int:
-        """k, tokens drafted for a row in a step, at most."""
-        return DEFAULT_DRAFTED if self.num_speculative_tokens is None else self.num_speculative_tokens
-
-    def tokens(self, speculates: bool) -> int:
-        """Tokens that a row emits in a step, at most."""
-        return 1 + self.drafted if speculates else 1
-
-    @property
-    def planned_tokens(self) -> int:
-        """Tokens that the plan of a sequence with a grammar expects, at most.
-
-        0 where sequences may branch, so that a launch with a sequence that has a grammar has one step.
-        """
-        return 0 if self.plan is not None else self.tokens(True) - 1
-
-    def speculator(
-        self, rows: int, costs: PassCosts | None = None, headed: bool = False
-    ) -> Speculator | None:
-        """What drafts the tokens of a batch.
-
-        Args:
-            rows: number of rows of the batch.
-            costs: the costs of passes on this machine.
-            headed: whether the model has a draft head.
-        """
-        if rows not in self.drafting_widths:
-            return None
-        return make_speculator(self.speculate, rows, self.drafted, costs, headed)
-
-    @property
-    def longest_chunk(self) -> tuple[int, int]:
-        """The chunk of the most tokens among those of the fewest prompts."""
-        return max(self.chunks, key=lambda chunk: (-chunk[0], chunk[1]))
-
-    @property
-    def segment(self) -> int | None:
-        """Tokens that every prefill chunk of a prompt but the last must have; None if any number will do."""
-        return None if self.method is None or self.method.prefill is None else self.method.segment
-
-    @property
-    def branches(self) -> int:
-        """Rows of the state that a sequence has."""
-        return 1 if self.plan is None else self.plan.branches
-
-    @property
-    def compression(self) -> CompressionPolicy | None:
-        """How the KV cache of a prompt is compressed."""
-        return None if self.method is None else self.method.compression
 
 
 class Programs:
@@ -169,6 +78,8 @@ class Programs:
         if shapes.speculates:
             self._use_costs(costs or known_costs(self._timed_model(device_state.state.cache)))
         self._compiled: dict[Any, Callable[..., Any]] = {}
+        enabled = jax.default_backend() == "cpu" and broadcaster is None
+        self.memory = ProgramMemory(shapes.widths, enabled)
         self._lock = threading.Lock()
         self.compilations = 0
         self.compile_seconds = 0.0
@@ -277,6 +188,8 @@ class Programs:
             program: its static arguments.
         """
         self.launches += 1
+        for missed in self.memory.launched(("decode", *program), time.monotonic()):
+            self.require(missed)
         arguments = self.decode_arguments(device_state, steps, constraints, forced, held, program)
         return self._watched(self._run(("decode", *program), *arguments))
 
@@ -318,16 +231,29 @@ class Programs:
         return self._run(("restore",), device_state, np.int32(row), saved)
 
     def is_compiled(self, key: tuple) -> bool:
-        """Whether a program can run at once."""
-        return key in self._compiled
+        """Whether nothing has to be compiled to run a program, which may have to be loaded."""
+        return key in self._compiled or self.memory.is_out(key)
 
     def available(self, key: tuple) -> bool:
         """Whether to choose a program: it can run at once, or it is compiled when it first runs."""
         return self.compiler is None or key in self._compiled
 
     def require(self, key: tuple) -> bool:
-        """Whether a program is `available`; if not, it is compiled next."""
-        return self.available(key) or not (self.compiler and self.compiler.prefer(key))
+        """Whether a program is `available`; if not, it is loaded or compiled next."""
+        if self.available(key) or self.compiler is None:
+            return True
+        if self.memory.require(key):
+            self.compiler.forget(key)
+        return not self.compiler.prefer(key)
+
+    def drop_unused(self) -> float | None:
+        """Free a program that has not run for long; returns the seconds until the next is due, if any."""
+        unused, seconds = self.memory.drop(time.monotonic())
+        if unused is not None:
+            with self._lock:
+                del self._compiled[unused]
+            allocator.trim()
+        return seconds
 
     def _run(self, key: tuple, *arguments: Any) -> Any:
         """Run a program, here and in the other processes of the mesh."""
@@ -346,24 +272,33 @@ class Programs:
         return getattr(self.decoder, "mesh", None)
 
     def _program(self, key: tuple, *arguments: Any) -> Callable[..., Any]:
-        if self.compiler is not None and key not in self._compiled:
+        if self.compiler is not None and not self.require(key):
             self.compiler.wait_for(key)
-        return self._compiled.get(key) or self.compile(key, arguments)
+        if key not in self._compiled:
+            self.compile(key, arguments)
+        return self._compiled[key]
 
-    def compile(self, key: tuple, arguments: tuple) -> Callable[..., Any]:
-        """Compile a program, or load it from the cache, and keep it."""
+    def compile(self, key: tuple, arguments: tuple) -> None:
+        """Compile a program, or load it from the cache, and keep it unless it may be left in the cache."""
         start_time = time.perf_counter()
         program, donated = self._function(key)
+        optional = self.compiler is not None and self.memory.is_optional(key)
+        if optional and is_stored(program, arguments, donated) and self.memory.leave_out(key):
+            return
         if self.broadcaster is not None:
             self.broadcaster.begin_compilation(key)
         compiled, is_new = load_or_compile(program, arguments, donated)
         if self.broadcaster is not None:
             self.broadcaster.await_compilation(key)
+        stored = optional and (not is_new or is_stored(program, arguments, donated))
         with self._lock:
-            self._compiled[key] = compiled
+            if not (stored and self.memory.leave_out(key)):
+                self._compiled[key] = compiled
+                self.memory.enter(key, stored, time.monotonic())
             self.compilations += is_new
             self.compile_seconds += time.perf_counter() - start_time
-        return compiled
+        if stored:
+            allocator.trim()
 
     def compiled(self, key: tuple) -> Callable[..., Any]:
         """A program that has been compiled."""

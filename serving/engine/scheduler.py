@@ -36,7 +36,8 @@ from .options import Sizes
 from .output_collector import OutputCollector
 from .prefill_planner import ScheduledChunk
 from .priority import Ranking
-from .programs import DecodeProgram, Programs
+from .program_shapes import DecodeProgram
+from .programs import Programs
 from .running_batch import RunningBatch
 from .sequence import DECODE, PREFILL, WAITING, Sequence
 from .state_updates import Placement, StateUpdates

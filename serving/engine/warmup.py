@@ -15,7 +15,8 @@ from .device_state import save_row
 from .options import EngineOptions
 from .prefill_planner import empty_chunk
 from .program_compiler import ProgramCompiler, cores
-from .programs import DecodeProgram, Programs, Shapes
+from .program_shapes import DecodeProgram, Shapes
+from .programs import Programs
 from .scheduler import Scheduler
 
 

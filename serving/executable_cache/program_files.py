@@ -68,7 +68,7 @@ def read_program(
 
     Args:
         file: where it is stored.
-        arguments: of the program; only their structure counts.
+        arguments: what the program is called with; only their structure counts.
         devices: the devices that run the program.
     """
     stored = stored_program(file)
