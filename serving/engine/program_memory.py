@@ -7,12 +7,11 @@ launch. Nothing is compiled for that, and no request waits.
 """
 
 import threading
-from collections import Counter
 
 # Launches that miss a program before it is loaded, without and with drafts. Loading takes as long as several.
 # The program for the most rows takes much longer a step than one for few; steps without drafts little longer.
 PATIENCE = {False: 8, True: 48}
-KEPT_SECONDS = 30.0  # that a program stays in memory after its latest launch
+KEPT_SECONDS = 30.0  # that a program stays in memory after its latest launch, and launches that miss it count
 
 
 class ProgramMemory:
@@ -29,7 +28,9 @@ class ProgramMemory:
         self._lock = threading.Lock()
         self._out: set[tuple] = set()  # in the cache alone, or being loaded
         self._required: set[tuple] = set()  # to be kept in memory when they are loaded or compiled
-        self._misses: Counter[tuple] = Counter()  # launches by the program that they missed
+        self._misses: dict[
+            tuple, tuple[int, float]
+        ] = {}  # launches that missed a program, time of the latest
         self._missed: set[tuple] = set()  # by the launch that is being planned
         self._last_run: dict[tuple, float] = {}  # of the programs in memory that are in the cache, too
 
@@ -60,10 +61,18 @@ class ProgramMemory:
         with self._lock:
             if key in self._last_run:
                 self._last_run[key] = timestamp
-            self._misses.update(self._missed)
-            due = [missed for missed in self._missed if self._misses[missed] >= PATIENCE[missed[-1]]]
+            due = [
+                missed for missed in self._missed if self._count(missed, timestamp) >= PATIENCE[missed[-1]]
+            ]
             self._missed.clear()
         return due
+
+    def _count(self, missed: tuple, timestamp: float) -> int:
+        """Launches that have missed a program, this one included, without a long pause between them."""
+        number, latest = self._misses.get(missed, (0, timestamp))
+        number = 1 if timestamp - latest >= KEPT_SECONDS else number + 1
+        self._misses[missed] = number, timestamp
+        return number
 
     def require(self, key: tuple) -> bool:
         """Ask for a program in memory; whether it was left in the cache before."""

@@ -44,6 +44,14 @@ def test_a_program_is_due_after_enough_launches_that_miss_it(drafts):
     assert not memory.misses(key) and memory.launched(LARGE, 0.0) == []
 
 
+def test_launches_long_ago_do_not_count():
+    memory = ProgramMemory((1, 4, 16), True)
+    memory.leave_out(MIDDLE)
+    times = [0.0] * (PATIENCE[False] - 1) + [KEPT_SECONDS] * PATIENCE[False]
+    due = [memory.misses(MIDDLE) and memory.launched(LARGE, timestamp) for timestamp in times]
+    assert due == [[]] * (len(times) - 1) + [[MIDDLE]]
+
+
 def test_the_program_that_has_waited_longest_leaves_first():
     memory, other = ProgramMemory((1, 4, 16), True), decode(4, True)
     assert memory.drop(1e9) == (None, None)
