@@ -31,6 +31,11 @@ PROMPTS = ["def add(a, b):\n", "import os\n", "class A", "x = 1\n"] * 2
 PREFIX = "from collections import OrderedDict, defaultdict, deque\n"  # three pages of tokens
 
 
+def programs_of(engine: Any) -> set[tuple]:
+    """The programs of an engine, those included that it has left in the cache."""
+    return {*engine.programs._compiled, *engine.programs.memory._out}
+
+
 def answers(directory: str, **options: Any) -> dict[str, Any]:
     """The tokens of `PROMPTS` from an `LLM`, and where they were computed."""
     with LLM(directory, preset="off", seed=0, **SIZES, **options) as llm:
@@ -43,7 +48,7 @@ def answers(directory: str, **options: Any) -> dict[str, Any]:
         return {
             "tokens": [output.outputs[0].token_ids for output in outputs],
             "compilations": [e.programs.compilations for e in engines],
-            "programs": sorted({repr(key) for e in engines for key in e.programs._compiled}),
+            "programs": sorted({repr(key) for e in engines for key in programs_of(e)}),
             "launches": [e.programs.launches for e in engines],
             "devices": [e.device_ids() for e in engines],
             "pages": [e.sizes.pages for e in engines],
@@ -91,7 +96,7 @@ def over_http(directory: str) -> dict[str, Any]:
         report["progress"] = progress
         report["late"] = engine.compilations
         report["compiled"] = [e.programs.compilations for e in engine.engines]
-        report["programs"] = [len(e.programs._compiled) for e in engine.engines]
+        report["programs"] = [len(programs_of(e)) for e in engine.engines]
         report["texts"] = [complete(PREFIX + str(number % 2)) for number in range(6)]
         report["others"] = [complete(prompt) for prompt in PROMPTS]
         report["again"] = [complete(prompt) for prompt in PROMPTS]
