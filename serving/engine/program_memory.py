@@ -10,7 +10,7 @@ import threading
 
 # Launches that miss a program before it is loaded, without and with drafts. Loading takes as long as several.
 # The program for the most rows takes much longer a step than one for few; steps without drafts little longer.
-PATIENCE = {False: 8, True: 48}
+PATIENCE = {False: 2, True: 48}
 KEPT_SECONDS = 30.0  # that a program stays in memory after its latest launch, and launches that miss it count
 
 
