@@ -10,8 +10,13 @@ COLORS = ("#c03030", "#404040", "#4060a0", "#80a0d0", "#a0a0a0", "#c0c0c0", "#90
 
 
 def draw(runs: list[dict[str, Any]], file: Path) -> None:
-    """Draw the median rates of decoding as bars with their ranges, one panel a batch size."""
-    cells = [cell for results in runs for cell in results["cells"]]
+    """Draw the median rates of decoding as bars with their ranges, one panel a batch size.
+
+    Args:
+        runs: the results; those without engines in float32 are left out.
+        file: the plot.
+    """
+    cells = [cell for results in runs for cell in results["cells"] if "ours" in cell["engines"]]
     batches = sorted({cell["batch"] for cell in cells})
     engines = list(dict.fromkeys(name for cell in cells for name in cell["engines"]))
     with svg_figure(file, len(batches), 9, 3.6) as panels:

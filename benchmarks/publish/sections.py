@@ -13,7 +13,7 @@ from ..harness.paths import RESULTS
 from ..harness.publishing import section_text
 
 ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
-DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384")]
+DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-narrow")]
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
     "ablation.certificate": "certificate-amd-epyc.json",

@@ -118,7 +118,6 @@ class LLMEngine:
         self._live: dict[QueuedOutputStream, Sequence] = {}
         self._with_timeout: dict[Sequence, None] = {}
         self._timeouts_checked = 0.0
-        self._next_drop: float | None = None  # seconds until programs may leave memory
         # A program that is compiled, and a failure to compile one, wake the engine's thread.
         self.warmup = Warmup(self.programs, self.scheduler, self.options, progress, self._inbox.put)
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -306,7 +305,6 @@ class LLMEngine:
             while not self._stopping.is_set():
                 self._receive(wait=not busy)
                 busy = self._sleep.step()
-                self._next_drop = self.programs.drop_unused()
             self._end_all("abort", None)
         except BaseException as error:
             if self.broadcaster is not None:
@@ -319,7 +317,8 @@ class LLMEngine:
 
     def _receive(self, wait: bool) -> None:
         """Receive new requests and cancellations; if nothing can run, wait for one, or for a program."""
-        timeout = IDLE_POLL if self._with_timeout else self._next_drop
+        next_drop = self.programs.drop_unused()  # seconds
+        timeout = IDLE_POLL if self._with_timeout else next_drop
         while True:
             try:
                 item = self._inbox.get(block=wait, timeout=timeout)
