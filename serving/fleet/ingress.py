@@ -27,6 +27,11 @@ LOST = (
 # Headers of one connection, and one that Ray's proxy adds itself, with the same value.
 NOT_PASSED_ON = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"x-request-id")
 NO_REPLICA = "no replica has answered; try again later"
+LAST_EVENTS = {  # by the beginning of the path
+    "/v1/messages": (b"event: message_stop\n", b"event: error\n"),
+    "/v1/responses": tuple(b"event: response.%s\n" % end for end in (b"completed", b"failed", b"incomplete")),
+    "": (b"data: [DONE]\n",),
+}
 LOST_MIDWAY = "the replica that wrote this response is gone; the text so far is all of it"
 
 
@@ -123,25 +128,39 @@ async def beginning_of(messages: Any) -> Beginning:
 
 
 async def events(beginning: Beginning, path: str) -> AsyncIterator[bytes]:
-    """The bytes of a response that streams events; if its replica dies, they end with an error event.
+    """The bytes of a response that streams events; if its replica dies before the last, an error ends it.
 
     Args:
         beginning: the beginning of the response.
         path: the path of the request, which decides the form of that event.
     """
-    count = beginning.body.count(b"\n\n")
+    count, ended = beginning.body.count(b"\n\n"), ends_stream(path, beginning.body)
     yield beginning.body
     try:
         async for message in beginning.rest:
             if piece := message.get("body", b""):
-                count += piece.count(b"\n\n")
+                count, ended = count + piece.count(b"\n\n"), ended or ends_stream(path, piece)
                 yield piece
     except LOST as error:
-        logger.warning("a replica has died in a stream", extra={"error": type(error).__name__})
-        yield last_event(path, count)
+        if not ended:
+            logger.warning("a replica has died in a stream", extra={"error": type(error).__name__})
+            yield last_event(path, count)
     except (asyncio.CancelledError, GeneratorExit):  # the client has gone
         beginning.rest.cancel()
         raise
+
+
+def ends_stream(path: str, piece: bytes) -> bool:
+    """Whether a part of a stream holds its last event.
+
+    Args:
+        path: the path of the request.
+        piece: whole events; texts in them have no line breaks, so that none looks like the beginning of one.
+    """
+    for prefix, marks in LAST_EVENTS.items():
+        if path.startswith(prefix):
+            return any(mark in piece for mark in marks)
+    return False
 
 
 def last_event(path: str, count: int) -> bytes:

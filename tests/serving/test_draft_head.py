@@ -9,7 +9,7 @@ from entropic_jax import LLM, SamplingParams, models
 from entropic_jax.models import draft_head, draft_head_files
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
-from entropic_jax.serving.engine import programs
+from entropic_jax.serving.engine import program_shapes, programs
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.options.draft_model import ModelWithHead, load, with_head
@@ -44,7 +44,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, monkeypatch)
         return dataclasses.replace(speculator, drafter=speculator.drafter.drafters[1])
 
     monkeypatch.setattr(programs, "known_costs", lambda *_: CHEAP)
-    monkeypatch.setattr(programs, "make_speculator", make_alone)
+    monkeypatch.setattr(program_shapes, "make_speculator", make_alone)
     options = dict(**PLAIN, speculate="head", num_speculative_tokens=3, num_pages=40)
     for engine in engine_of(with_head(model, *head_of(model)), **options):
         assert results(engine, requests()) == expected

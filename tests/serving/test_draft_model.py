@@ -10,7 +10,7 @@ from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving import memory
-from entropic_jax.serving.engine import programs
+from entropic_jax.serving.engine import program_shapes, programs
 from entropic_jax.serving.engine.engine import EngineOptions
 from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.options.draft_model import with_draft
@@ -47,7 +47,7 @@ def drafting(directory, monkeypatch) -> dict:
         return dataclasses.replace(speculator, drafter=speculator.drafter.drafters[1])
 
     monkeypatch.setattr(programs, "known_costs", lambda *_: CHEAP)
-    monkeypatch.setattr(programs, "make_speculator", make_alone)
+    monkeypatch.setattr(program_shapes, "make_speculator", make_alone)
     return dict(**PLAIN, speculate=directory, num_speculative_tokens=3)
 
 

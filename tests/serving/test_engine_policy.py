@@ -121,7 +121,8 @@ def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread():
         speculates=True, drafting_widths=(4,), widths=(4,), page_policies=(None, "pruned"), samplers=(False,)
     )
     planner.sizes = SimpleNamespace(shapes=shapes)
-    planner.programs = SimpleNamespace(available=lambda key: True)
+    memory = SimpleNamespace(is_out=lambda key: False, misses=lambda key: False)
+    planner.programs = SimpleNamespace(available=lambda key: True, memory=memory)
     planner.draft_choice = SimpleNamespace(drafts=lambda width, untried: True)
 
     def row(pruning: bool = False, drafts: bool = True) -> SimpleNamespace:

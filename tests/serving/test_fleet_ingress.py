@@ -115,6 +115,20 @@ def test_a_stream_that_had_begun_ends_with_an_error(path):
     assert len(handle.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/v1/completions", b"data: [DONE]\n\n"),
+        ("/v1/messages", b"event: message_stop\ndata: {}\n\n"),
+        ("/v1/responses", b"event: response.completed\ndata: {}\n\n"),
+    ],
+)
+def test_a_stream_whose_last_event_has_come_is_whole(path, last):
+    """The replica dies between that event and the end of its response."""
+    handle = Handle(Messages([start(EVENTS), *body(b"data: 1\n\n", last)], dies=True))
+    assert ask(handle, path)[2] == b"data: 1\n\n" + last
+
+
 def test_streams_of_other_interfaces_end_with_their_own_errors():
     def last(path: str) -> Any:
         begun = [start(EVENTS), *body(b"event: a\ndata: {}\n\n", b"event: b\ndata: {}\n\n")]

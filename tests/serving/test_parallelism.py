@@ -70,7 +70,7 @@ def test_a_lack_of_devices_is_one_line(command, option, capsys):
         main([command, option, "64", "--preset", "off", *(("--port", "0") if command == "serve" else ())])
     error = capsys.readouterr().err
     assert exit_status.value.code == 2
-    assert error.count("\n") == 1 and f"{option} must be between 1 and" in error, error
+    assert error.count("\n") == 1 and f"{option} must be 1, the number of devices" in error, error
 
 
 FEWER_KV_HEADS = """

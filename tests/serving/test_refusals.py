@@ -57,7 +57,10 @@ def test_engine_options(options, message):
             "--lowest-temperature must be at most --temperature = 0.7 while --highest-temperature is 0",
         ),
         ("--kv-cache-dtype fp8", "error: --kv-cache-dtype must be auto, bfloat16 or int8_per_token_head"),
-        ("--max-tokens 3 --tensor-parallel-size 3", "error: --tensor-parallel-size must be between 1 and"),
+        (
+            "--max-tokens 3 --tensor-parallel-size 3",
+            "error: --tensor-parallel-size must be 1, the number of devices",
+        ),
         ("--stop-token-ids \u0663", "must be a token id; got \u0663"),
         ("--seed abc", "must be an integer between -9223372036854775808 and 9223372036854775807; got abc"),
         (
