@@ -14,7 +14,6 @@ from . import study_tables, summary_tables
 
 MEASURED_CODE = ("entropic_jax", "models")
 # Commits whose preset `paper` had other pages than `meso-lossy`, and a formula of ε that is not the paper's.
-FORMER_PAPER, FORMER_PAPER_COMMITS = "former paper (withdrawn)", ("85e74a1", "1437317")
 WITHDRAWN = {
     "Stress: wrong logits and a biased entropy": (
         "the arm `bare` has other pages than `guarded`, without sink pages and with one recent page, so the "
@@ -24,11 +23,6 @@ WITHDRAWN = {
 NOTES = (
     "`off`: plain sampling, dense attention.",
     "`paper`: `full-lossy` with temperature law and priority as printed.",
-    (
-        "`former paper (withdrawn)`: the preset `paper` of the commits under the table's title, which had "
-        "pages of another size, another ε_max, and a formula of ε that the paper does not print. Its figures "
-        "say nothing of the paper's laws."
-    ),
     "Intervals are of 95 % (Student's t) over seeds, turns or questions; *: p < 0.05, paired with `off`.",
     (
         "Teacher forcing uses no temperature and no schedule: `micro` and `macro` are `off`, `full-lossy` is "
@@ -59,8 +53,6 @@ def load(file: Path) -> dict[str, Any]:
         entry = json.loads(line)
         if "study" in entry:
             rows = with_current_names(entry["rows"], "preset", "arm")
-            if entry.get("recorded_in") in FORMER_PAPER_COMMITS:
-                rows = [{**r, "preset": FORMER_PAPER} if r.get("preset") == "paper" else r for r in rows]
             results["studies"].setdefault(entry["study"], []).extend(rows)
             results["seconds"] += entry["seconds"]
             run = {key: entry[key] for key in ("date", "commit", "recorded_in") if key in entry}

@@ -55,20 +55,10 @@ def test_the_table_compares_arms_in_the_same_condition():
     assert lines[0][4] == "" and lines[1][4].startswith("+0.9")
 
 
-def test_a_withdrawn_table_says_so_and_the_former_preset_has_another_name():
-    results = report.load(ABLATION)
-    stamps = report.stamps(results)
+def test_a_withdrawn_table_says_so():
+    stamps = report.stamps(report.load(ABLATION))
     for title, reason in report.WITHDRAWN.items():
         assert stamps[title].endswith(f"Withdrawn: {reason}")
-    former = [
-        line[column]
-        for title, head, lines in report.tables(results)
-        for column, name in enumerate(head)
-        if name == "preset"
-        for line in lines
-    ]
-    assert report.FORMER_PAPER in former
-    assert not any("paper" in name for name in former if name != report.FORMER_PAPER and "=" not in name)
 
 
 @pytest.mark.parametrize("name", report.WITHDRAWN)
