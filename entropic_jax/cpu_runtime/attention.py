@@ -32,7 +32,7 @@ from .instructions import (
     multiply_add,
     store,
 )
-from .pairs import add_dot, load_pairs, nearest, store_upper_halves
+from .pairs import add_dot, as_short, load_pairs, nearest, store_shorts
 
 SLACK = 8.0  # nats by which scores may exceed the subtrahend of the softmax before it is raised
 ROWS_AT_ONCE = 8  # values that are added up between two prefetches
@@ -92,7 +92,7 @@ def softmax(page_size: int, head_dim: int, scaled: bool, wide: bool, rounded: bo
                 weight = inside(t, power, zero)
                 if rounded:
                     address = builder.add(scores, builder.shl(t, WORD(1)))
-                    store_upper_halves(builder, nearest(builder, weight), address)
+                    store_shorts(builder, as_short(builder, nearest(builder, weight)), address)
                 else:
                     store(builder, scaled_by(weight, value_scale, t), scores, t)
                 return [builder.fadd(carried[0], weight)]

@@ -65,17 +65,21 @@ def nearest(builder: Any, value: Any) -> Any:
     return builder.bitcast(rounded, VECTOR)
 
 
-def store_upper_halves(builder: Any, value: Any, address: Any) -> None:
-    """Store the upper halves of the lanes of a vector.
+def as_short(builder: Any, value: Any) -> Any:
+    """The upper halves of the lanes of a vector: the same numbers where these are numbers of bfloat16."""
+    bits = builder.lshr(builder.bitcast(value, INTEGERS), integers(16))
+    return builder.trunc(bits, ir.VectorType(SHORT, LANES))
+
+
+def store_shorts(builder: Any, value: Any, address: Any) -> None:
+    """Store a vector of 16-bit numbers.
 
     Args:
         builder: of the function.
-        value: vector.
+        value: the vector.
         address: of the first of them.
     """
-    bits = builder.lshr(builder.bitcast(value, INTEGERS), integers(16))
-    shorts = builder.trunc(bits, ir.VectorType(SHORT, LANES))
-    builder.store(shorts, builder.inttoptr(address, shorts.type.as_pointer()), align=2)
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=2)
 
 
 def load_pairs(
@@ -134,7 +138,7 @@ def _store_steps() -> Any:
             source, target = carried
             halves = [nearest(builder, load(builder, source, LANES * half)) for half in (0, 1)]
             shorts = upper_halves(builder, *halves)
-            builder.store(shorts, builder.inttoptr(target, shorts.type.as_pointer()), align=2)
+            store_shorts(builder, shorts, target)
             return [builder.add(source, WORD(4 * STEP)), builder.add(target, WORD(2 * STEP))]
 
         x, target, steps = values

@@ -25,7 +25,7 @@ from .instructions import (
     load,
 )
 from .matrix_tiles import STEP, TILE, TILE_BYTES
-from .pairs import nearest, upper_halves
+from .pairs import nearest, store_shorts, upper_halves
 
 SPLIT = 3  # parts of a number that is not rounded
 
@@ -53,7 +53,7 @@ def _store_steps(parts: int) -> Any:
                 halves = [nearest(builder, half) for half in halves]
             for target in targets:
                 shorts = upper_halves(builder, *halves)
-                builder.store(shorts, builder.inttoptr(target, shorts.type.as_pointer()), align=2)
+                store_shorts(builder, shorts, target)
                 halves = [_rest(builder, half) for half in halves]
             return [
                 builder.add(source, WORD(4 * STEP)),

@@ -7,16 +7,12 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-from llvmlite import ir
-
 from .control_flow import loop
 from .instructions import (
     CACHE_LINE,
     ITEMSIZE,
     LANES,
-    NARROW,
     WORD,
-    integers,
     intrinsic_of,
     load,
     load_widened,
@@ -25,20 +21,10 @@ from .instructions import (
     store,
 )
 from .matrix_tiles import STEP, TILE, TILE_BYTES, clear_sums, multiply_step, transfer
+from .pairs import as_short, store_shorts
 
-SHORT = ir.IntType(16)
 STREAM_BYTES = 2 * 4 * TILE_BYTES
 AHEAD = 4  # steps between a prefetch and the use
-
-
-def _as_short(builder: Any, value: Any) -> Any:
-    """The upper halves of the lanes of a vector: the same numbers where these are numbers of bfloat16."""
-    bits = builder.bitcast(value, ir.VectorType(NARROW, LANES))
-    return builder.trunc(builder.lshr(bits, integers(16)), ir.VectorType(SHORT, LANES))
-
-
-def _store_shorts(builder: Any, value: Any, address: Any) -> None:
-    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=2)
 
 
 def _emit_pairs(
@@ -69,7 +55,7 @@ def _emit_pairs(
         tiles = _unpacked if column_stride is None else _interleaved
         for c, value in enumerate(tiles(builder, dtype, block, first, second)):
             offset = WORD(c * TILE_BYTES) if column_stride is None else builder.mul(column_stride, WORD(c))
-            _store_shorts(builder, value, builder.add(to, offset))
+            store_shorts(builder, value, builder.add(to, offset))
         both = builder.shl(row_bytes, WORD(1))
         return [builder.add(x, step) for x, step in zip(carried, (both, WORD(2 * STEP), both), strict=True)]
 
@@ -80,7 +66,7 @@ def _interleaved(builder: Any, dtype: str, block: int, first: Any, second: Any) 
     """Two rows of a weight as rows of tiles of pairs, in the order of the columns."""
     lanes = [i // 2 + LANES * (i % 2) for i in range(STEP)]
     for c in range(0, block, TILE):
-        halves = [_as_short(builder, load_widened(builder, row, c, dtype)) for row in (first, second)]
+        halves = [as_short(builder, load_widened(builder, row, c, dtype)) for row in (first, second)]
         yield permute(builder, halves, lanes)
 
 
@@ -92,7 +78,7 @@ def _unpacked(builder: Any, dtype: str, block: int, first: Any, second: Any) -> 
     for c in range(0, block, 2 * TILE):
         rows = []
         for row in (first, second):
-            halves = [_as_short(builder, load_widened(builder, row, c + half, dtype)) for half in (0, TILE)]
+            halves = [as_short(builder, load_widened(builder, row, c + half, dtype)) for half in (0, TILE)]
             rows.append(permute(builder, halves, range(STEP)))
         for four in (0, 4):
             yield permute(

@@ -1,9 +1,10 @@
 """Which decode programs are in memory: those that others can stand in for leave it while they are not used.
 
-A loaded program of a CPU takes about twenty times the memory of its file. In place of one for some rows, the
+A loaded program of a CPU takes many times the memory of its file. In place of one for some rows, the
 program for the most rows can run; in place of one that drafts tokens, one that does not. So after warm-up
 those stay in the cache of programs until launches miss them, and leave memory again after some time without a
-launch. Nothing is compiled for that, and no request waits.
+launch. Nothing is compiled for that, and no request waits for a program; until it is loaded, steps take
+longer.
 """
 
 import threading
@@ -28,9 +29,8 @@ class ProgramMemory:
         self._lock = threading.Lock()
         self._out: set[tuple] = set()  # in the cache alone, or being loaded
         self._required: set[tuple] = set()  # to be kept in memory when they are loaded or compiled
-        self._misses: dict[
-            tuple, tuple[int, float]
-        ] = {}  # launches that missed a program, time of the latest
+        # Launches that missed a program, and the time of the latest.
+        self._misses: dict[tuple, tuple[int, float]] = {}
         self._missed: set[tuple] = set()  # by the launch that is being planned
         self._last_run: dict[tuple, float] = {}  # of the programs in memory that are in the cache, too
 
