@@ -35,7 +35,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer
 
 from . import data, export, forward, history, scoring
-from .schedule import STAGES, Schedule, one_stage
+from .schedule import CONTINUED, STAGES, Schedule, one_stage
 from .shape import Shape, parse_shape, record_shape
 from .trainer import Trainer, initialise, optimiser, unstack
 
@@ -204,7 +204,8 @@ def main() -> None:
     file = arguments.init / "tokenizer.json" if arguments.init else arguments.tokenizer
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     streams = data.prepare(work, shape.vocab_size, tokenizer, arguments.text)
-    plan = Schedule(arguments.tokens, one_stage(arguments.length) if arguments.length else STAGES)
+    stages = CONTINUED if arguments.init else STAGES
+    plan = Schedule(arguments.tokens, one_stage(arguments.length) if arguments.length else stages)
     rule = optimiser(arguments.optimiser, plan.learning_rate(arguments.learning_rate))
     # The last checkpoint before the decay is kept, so that a longer run can continue from it.
     trainer = Trainer(work, shape, rule, params, keep=max(1, plan.decay_from))

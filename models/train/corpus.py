@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 TRAINING_PACKAGES = (
-    "torch==2.15.0 transformers==5.23.0 tensorflow==2.21.0 sympy==1.14.0 pandas==3.1.1 scipy==1.17.1 "
+    "torch==2.13.0 transformers==5.23.0 tensorflow==2.21.0 sympy==1.14.0 pandas==3.1.1 scipy==1.17.1 "
     "statsmodels==0.15.0 astropy==8.0.2 scikit-learn==1.9.1 twisted==26.10.0 jax==0.10.2 keras==3.15.1 "
     "numba==0.68.1 wagtail==8.0.1 numpy==2.4.6 sqlalchemy==2.1.9 matplotlib==3.11.2 xarray==2026.9.0 "
     "mypy==2.4.1 dask==2026.8.0 django==5.2.19 apache-airflow-core==3.3.2 nltk==3.10.4 fonttools==4.68.0 "
@@ -73,7 +73,7 @@ def download(requirements: Iterable[str], folder: Path) -> list[Path]:
     wheels = []
     for requirement in requirements:
         name, version = requirement.split("==")
-        pattern = f"{project_name(name).replace('-', '_')}-{version}-*.whl"
+        pattern = f"{project_name(name).replace('-', '_')}-{version}[-+]*.whl"  # "+cpu", of torch
         matching = [w for w in folder.glob("*.whl") if Path(w.name.lower()).match(pattern)]
         if not matching:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]

@@ -32,6 +32,14 @@ STAGES = (
 )
 
 
+CONTINUED = (
+    Stage(512, 8192, 0.32, 0.08),
+    Stage(1024, 16384, 0.55, 0.08),
+    Stage(2048, 16384, 0.08, 0.6),
+    Stage(8192, 16384, 0.05, 0.6),
+)  # of a model that has been trained before: no tiny batches
+
+
 def one_stage(length: int) -> tuple[Stage, ...]:
     """A run whose windows are all of one length, with the batches and tasks of the longest short stage."""
     return (STAGES[2]._replace(length=length, share=1.0),)

@@ -1,16 +1,18 @@
 """Choice between launches with and without drafts, by the tokens a second that each kind has emitted.
 
 The draft-length law knows what a pass costs on the device. What a launch costs besides (emission, the host,
-other work on the machine) is in its measured rate alone, so the kind that has been slower waits. It gets a
-launch from time to time, because texts change.
+other work on the machine) is in its measured rate alone, so the kind that has been slower waits. It gets two
+launches from time to time, because texts change. The first of them is short, and does not count: its
+programs and memory are not in the processor's caches. The second is as long as any, since what a launch costs
+besides its steps weighs more in a short one.
 """
 
 from typing import NamedTuple
 
 LEARNING_LAUNCHES = 3  # of each kind, before they are compared
-LONGEST_WAIT = 16  # launches until the slower kind is tried again
-TRIAL_STEPS = 4  # of a launch that tries the slower kind, at most
-HOPEFUL = 0.9  # of the rate of plain launches: drafts that were slower than that are not for new sequences
+LONGEST_WAIT = 32  # launches until the slower kind is tried again
+TRIAL_STEPS = 4  # of the first launch that tries the slower kind, at most
+HOPEFUL = 0.97  # of the rate of plain launches: slower drafts are not for new sequences
 LEARNING_RATE = 0.25  # weight of the latest launch in a rate
 
 
@@ -36,6 +38,9 @@ class DraftChoice:
         self._rates: dict[tuple[int, bool], Rate] = {}  # by width and whether tokens are drafted
         self._due: dict[int, int] = {}  # launches until the slower kind is tried again
         self._wait: dict[int, int] = {}  # launches between its last two tries
+        self._planned: tuple[int, bool] | None = None  # width and kind of the launch planned last
+        self._latest: tuple[int, bool] | None = None  # of the launch recorded last
+        self._uncounted: set[tuple[int, bool]] = set()  # those whose latest launch did not count
 
     def drafts(self, width: int, untried: float) -> bool:
         """Whether the next launch should draft tokens.
@@ -66,6 +71,16 @@ class DraftChoice:
         learnt = all(self._rate(width, kind).launches >= LEARNING_LAUNCHES for kind in (False, True))
         return learnt and speculates != self._faster(width)
 
+    def begins_try(self, width: int, speculates: bool) -> bool:
+        """Whether the launch that is planned now is the first to try the kind that has been slower.
+
+        Args:
+            width: rows of the program.
+            speculates: whether its steps draft tokens.
+        """
+        before, self._planned = self._planned, (width, speculates)
+        return before != self._planned and self.tries(width, speculates)
+
     def postpone(self, width: int) -> None:
         """Put off a try of drafts that have been slower, for which there is no program in memory."""
         if self.tries(width, True):
@@ -80,15 +95,34 @@ class DraftChoice:
             tokens: the tokens that a row emitted, on average.
             seconds: the seconds that the launch took.
         """
-        before = self._faster(width)
-        rate = self._rate(width, speculates).with_launch(tokens, seconds)
-        self._rates[width, speculates] = rate
+        before, counts = self._faster(width), self._counts(width, speculates)
+        if counts:
+            rate = self._rate(width, speculates).with_launch(tokens, seconds)
+            self._rates[width, speculates] = rate
         faster = self._faster(width)
+        if not counts and speculates != faster:
+            return  # its next launch counts
         if speculates == faster:
             self._due[width] = self._due.get(width, 0) - 1
         else:
             wait = min(2 * self._wait.get(width, 1), LONGEST_WAIT) if faster == before else 2
             self._due[width] = self._wait[width] = wait
+
+    def _counts(self, width: int, speculates: bool) -> bool:
+        """Whether a launch is of the same kind as the one before; of the others, every second counts.
+
+        Args:
+            width: rows of the program.
+            speculates: whether its steps draft tokens.
+        """
+        program = width, speculates
+        repeated, self._latest = program == self._latest, program
+        learning = self._rate(width, speculates).launches < LEARNING_LAUNCHES
+        if repeated or learning or program in self._uncounted:
+            self._uncounted.discard(program)
+            return True
+        self._uncounted.add(program)
+        return False
 
     def _rate(self, width: int, speculates: bool) -> Rate:
         return self._rates.get((width, speculates), Rate())

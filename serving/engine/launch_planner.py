@@ -221,7 +221,7 @@ class LaunchPlanner:
         width = self.decode_program(running, speculates).width
         steps = int(seconds / (self.costs.step_seconds(width, speculates) or seconds))
         steps = max(1, min(steps, limit, self.sizes.shapes.capacity))
-        if not plans and self.draft_choice.tries(width, speculates):
+        if not plans and self.draft_choice.begins_try(width, speculates):
             steps = min(steps, TRIAL_STEPS)
         if plans:
             expected = forecast(running, plans)
