@@ -25,9 +25,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="texts of the longest context; short ones have more (8)")
     parser.add_argument("--tokens", type=int, help="tokens to generate for each (128)")
     parser.add_argument("--repeat", type=int, help="measurements of each time (5)")
-    parser.add_argument("--rows", help="rows of the engine that decodes batches (8,32)")
+    parser.add_argument("--rows", help="rows of the engine that decodes batches (1,8,32)")
     parser.add_argument("--batch-contexts", help="tokens of the prompts of batches (256,4096)")
-    parser.add_argument("--rounds", type=int, help="measurements of each batch (5)")
+    parser.add_argument("--rounds", type=int, help="measurements of each batch (9)")
     parser.add_argument("--threads", type=int, default=2, help="cores")
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
@@ -37,11 +37,11 @@ def main() -> None:
     options.temperatures = [
         float(t) for t in (options.temperatures or ("1.0" if quick else "0.7,1.0")).split(",")
     ]
-    options.rows = [int(n) for n in (options.rows or ("2" if quick else "8,32")).split(",")]
+    options.rows = [int(n) for n in (options.rows or ("2" if quick else "1,8,32")).split(",")]
     options.batch_contexts = [
         int(n) for n in (options.batch_contexts or ("96" if quick else "256,4096")).split(",")
     ]
-    options.rounds = options.rounds or (1 if quick else 5)
+    options.rounds = options.rounds or (1 if quick else 9)
     options.prompts = options.prompts or (1 if quick else 8)
     options.tokens = options.tokens or (12 if quick else 128)
     options.repeat = options.repeat or (1 if quick else 5)

@@ -17,10 +17,11 @@ from entropic_jax.parameter_tables.speculation_names import AUTO, OFF
 
 from .workload import loops, prompts
 
-QUEUE = 1.5  # requests for each row
+QUEUE, FEWEST = 1.5, 4  # requests for each row, and in all
 LENGTHS = 64, 193  # tokens of a text, drawn uniformly from this range
 SHORTEST_FRACTION = 4  # of the texts in `--quick`
-WARMING_ROUNDS = 2  # which fill the prefix caches and compile what is compiled when it is needed
+WARMING_ROUNDS = 2  # which fill the prefix caches and compile what is compiled when it is needed, at least
+WARMING_SECONDS = 5.0  # of them together, in which an engine learns what its launches cost
 SPARE = 64  # positions of the context beyond prompt and text
 PAGE_SIZE = 64  # of the pool, which holds all prompts
 
@@ -34,7 +35,9 @@ def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[di
     """
     shortest = min(options.batch_contexts)
     cells = [("held-out", rows, c, 1.0) for rows in options.rows for c in options.batch_contexts]
-    cells += [("random", max(options.rows), shortest, 1.5)]
+    cells += [
+        ("random", rows, shortest, 1.5) for rows in dict.fromkeys((min(options.rows), max(options.rows)))
+    ]
     results = []
     for cell in cells:
         results.append(_cell(options, *cell))
@@ -54,7 +57,7 @@ def _cell(
         context: tokens of a prompt.
         temperature: the temperature of the sampling.
     """
-    number = int(rows * QUEUE)
+    number = max(FEWEST, int(rows * QUEUE))
     tokens = prompts(text, Path(options.model) / "tokenizer.json", context, number)
     lengths = np.random.default_rng(rows).integers(*LENGTHS, number)
     if options.quick:
@@ -75,20 +78,24 @@ def _cell(
         while not arms[name].ready():  # otherwise it compiles while the others are timed
             time.sleep(0.1)
     rates: dict[str, list[float]] = {name: [] for name in arms}
-    equal = counted = looping = 0
+    equal = counted = looping = warming = 0
+    began = time.perf_counter()
     try:
-        for round_number in range(-WARMING_ROUNDS, options.rounds):
-            texts = {}
+        while len(rates[OFF]) < warming + options.rounds:
+            texts, round_number = {}, len(rates[OFF])
             for name in list(arms) if round_number % 2 else list(arms)[::-1]:
                 texts[name], seconds = _run(arms[name], tokens, lengths, temperature, round_number)
                 rates[name].append(sum(map(len, texts[name])) / seconds)
             equal += sum(map(np.array_equal, texts[OFF], texts[AUTO]))
             counted += number
             looping += sum(map(loops, texts[OFF]))
+            learns = time.perf_counter() - began < 2 * WARMING_SECONDS and not options.quick
+            if round_number < WARMING_ROUNDS or (learns and warming == round_number):
+                warming += 1
     finally:
         for llm in arms.values():
             llm.shutdown()
-    rates = {name: values[WARMING_ROUNDS:] for name, values in rates.items()}
+    rates = {name: values[warming:] for name, values in rates.items()}
     cell = {"text": text, "rows": rows, "context": context, "temperature": temperature}
     counts = {"equal": equal, "texts": counted, "loops": looping}
     return cell | {"requests": number, "rates": rates} | counts
@@ -108,9 +115,7 @@ def _run(
     """
     requests: list[Any] = [{"prompt_token_ids": prompt} for prompt in tokens]
     params = [
-        SamplingParams(
-            temperature=temperature, max_tokens=int(n), seed=1000 * (round_number + WARMING_ROUNDS) + i
-        )
+        SamplingParams(temperature=temperature, max_tokens=int(n), seed=1000 * round_number + i)
         for i, n in enumerate(lengths)
     ]
     began = time.perf_counter()

@@ -159,7 +159,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True) as progress:
         total = len(options.contexts) + sum(num_texts(options, context) for _, context, _ in cells)
-        total += len(options.rows) * len(options.batch_contexts) + 1
+        total += len(options.rows) * len(options.batch_contexts) + len({min(options.rows), max(options.rows)})
         task = progress.add_task("passes", total=total)
         for context in options.contexts:
             (prompt,) = prompts("held-out", tokenizer, context, 1)
