@@ -33,7 +33,7 @@ from .config import Config, ModelError
 from .decoder import Decoder, Params, as_dicts, as_tuples, blocks
 from .families import FAMILIES
 from .kernel_layout import block_kernels
-from .layers import MLP, Linear
+from .layers import MLP, Linear, OperandDtype
 from .norms import RMSNorm
 from .quantisation import quantise, quantise_kernel, quantise_module
 from .rope import apply_rope, rotation_of
@@ -165,7 +165,8 @@ class DraftHead:
             positions: int32 `[rows, n]`, of the tokens in their texts.
             read: attends to the keys and values of the layer.
         """
-        module = nnx.merge(head_structure(self, is_quantised(draft.weights))[0], as_dicts(draft.weights))
+        graph, _ = head_structure(self, is_quantised(draft.weights), operand_dtype(draft.weights["fc"]))
+        module = nnx.merge(graph, as_dicts(draft.weights))
         embedded = self.target.embedded(params, tokens)
         return module(features.astype(embedded.dtype), embedded, positions, read)
 
@@ -181,7 +182,11 @@ class DraftHead:
             return self.target.logits(params, features)
         part, spec = draft.output, FAMILIES[self.target.config.architecture].output(self.target.config)
         scales = (part["scale"],) if "scale" in part else ()
-        logits = skinny_matmul.skinny_matmul(features, part["kernel"], scales=scales)[0].astype(jnp.float32)
+        rounded = operand_dtype(part) if operand_dtype(part) != "float32" else None
+        (logits,) = skinny_matmul.skinny_matmul(
+            features, part["kernel"], scales=scales, operand_dtype=rounded
+        )
+        logits = logits.astype(jnp.float32)
         logits = (logits + part["bias"] if "bias" in part else logits) * spec.logit_multiplier
         if (cap := spec.logit_soft_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
@@ -214,6 +219,9 @@ def with_list(head: DraftHead, weights: Params, tokens: Any) -> tuple[DraftHead,
 def runnable(head: DraftHead, params: Params, weights: Params) -> HeadParams:
     """The parameters with which a head runs: int8 where products widen that at no cost, else as they are.
 
+    Where the processor multiplies numbers of 8 bits, and all matrices have sizes for it, they lie in quads:
+    products then round their rows to 8 bits, which changes drafts, not what is accepted of them.
+
     Args:
         head: the functions of the head.
         params: the parameters of the model.
@@ -229,9 +237,11 @@ def runnable(head: DraftHead, params: Params, weights: Params) -> HeadParams:
             kernel, scale = quantise_kernel(output["kernel"])
             output = {**output, "kernel": kernel, "scale": scale}
     weights = jax.tree.map(lambda x: x, weights)  # new dicts, in which matrices are replaced
-    block_kernels(weights)
-    if output is not None:
-        block_kernels({"lm_head": output})
+    parts = [weights] if output is None else [weights, {"lm_head": output}]
+    matrices = [x for x in jax.tree.leaves(parts) if x.ndim == 2]
+    in_quads = all(skinny_matmul.reads_quads(x) for x in matrices)
+    for part in parts:
+        block_kernels(part, in_quads)
     return HeadParams(weights, output)
 
 
@@ -270,18 +280,25 @@ def last_full_layer(config: Config) -> int:
 
 
 @functools.lru_cache(maxsize=16)
-def head_structure(head: DraftHead, quantised: bool = False) -> tuple[nnx.GraphDef[HeadModule], Params]:
+def head_structure(
+    head: DraftHead, quantised: bool = False, operand_dtype: OperandDtype = "float32"
+) -> tuple[nnx.GraphDef[HeadModule], Params]:
     """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing.
 
     Args:
         head: the functions of the head.
         quantised: whether its matrices are int8 with scales.
+        operand_dtype: the dtype of the operands of its products.
     """
     attention = attention_of(head.target.config, head.layer)
 
     def module():
         plain = HeadModule(head.config, attention)
-        return quantise_module(plain, "int8") if quantised else plain
+        built = quantise_module(plain, "int8") if quantised else plain
+        for _, part in nnx.iter_modules(built):
+            if isinstance(part, Linear):
+                part.operand_dtype = operand_dtype
+        return built
 
     graph, state = nnx.split(nnx.eval_shape(module))
     return graph, as_tuples(nnx.to_pure_dict(state))
@@ -290,6 +307,11 @@ def head_structure(head: DraftHead, quantised: bool = False) -> tuple[nnx.GraphD
 def is_quantised(weights: Params) -> bool:
     """Whether the matrices of a head are int8 with scales."""
     return "scale" in weights["fc"]
+
+
+def operand_dtype(part: Params) -> OperandDtype:
+    """The dtype of the operands of a linear layer of a head that runs: int8 for a kernel in quads."""
+    return "int8" if skinny_matmul.is_in_quads(part["kernel"]) else "float32"
 
 
 def named(weights: Params) -> dict[str, Any]:

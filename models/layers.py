@@ -24,7 +24,7 @@ from .embedding import Embedding
 from .norms import LayerNorm, RMSNorm, WideRMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
-OperandDtype = Literal["float32", "bfloat16"]
+OperandDtype = Literal["float32", "bfloat16", "int8"]
 """The dtype of the operands of products between activations of float32: as they are, or rounded."""
 
 
@@ -100,9 +100,10 @@ def multiply(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:
     """The products of x with the kernels of linear layers, of which all are quantised or none."""
     scales = tuple(layer.scale[...] for layer in layers if layer.scale is not None)
     kernels = tuple(layer.kernel[...] for layer in layers)
+    operand_dtype = layers[0].operand_dtype
     # Numbers of 4 bits with scales per group are not numbers of bfloat16.
-    rounded = layers[0].operand_dtype == "bfloat16" and kernels[0].dtype != jnp.uint8
-    return skinny_matmul(x, *kernels, scales=scales, operand_dtype="bfloat16" if rounded else None)
+    rounded = operand_dtype != "float32" and kernels[0].dtype != jnp.uint8
+    return skinny_matmul(x, *kernels, scales=scales, operand_dtype=operand_dtype if rounded else None)
 
 
 def fused_linear(x: jax.Array, *layers: Linear) -> tuple[jax.Array, ...]:

@@ -1,4 +1,4 @@
-"""Whether this process may use the instructions of x86 processors for products of bfloat16."""
+"""Whether this process may use the instructions of x86 processors for products of bfloat16 and int8."""
 
 import ctypes
 import platform
@@ -35,6 +35,17 @@ def pairs_missing() -> str | None:
         if llvm.get_host_cpu_features().get("avx512bf16"):
             return None
     return "the processor has no AVX512-BF16"
+
+
+@cache
+def quads_missing() -> str | None:
+    """The reason why kernels cannot multiply quads of int8 in vectors (AVX512-VNNI); None if they can."""
+    if platform.machine() in ("x86_64", "AMD64"):
+        import llvmlite.binding as llvm
+
+        if llvm.get_host_cpu_features().get("avx512vnni"):
+            return None
+    return "the processor has no AVX512-VNNI"
 
 
 def rounded_products_missing() -> str | None:

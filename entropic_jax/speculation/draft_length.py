@@ -1,9 +1,9 @@
 """Draft-length law: how many drafted tokens of each row to verify for the most accepted tokens a second.
 
-A pass over T tokens of rows with L cached positions costs c(T, L) = a(T) + b(T, L) L, where b grows with L
-until the positions no longer fit the processor's caches; row r accepts the i-th drafted token with
-probability Πⱼ≤ᵢ P(accepted). For every compiled size T the likeliest drafted tokens fill the pass, and the
-size with the largest rate is taken:
+A pass over T tokens of rows with L cached positions costs c(T, L) = a(T) + b(T, L) L, where a contains what
+a pass costs besides the model, and b grows with L until the positions no longer fit the processor's caches;
+row r accepts the i-th drafted token with probability Πⱼ≤ᵢ P(accepted). For every compiled size T the
+likeliest drafted tokens fill the pass, and the size with the largest rate is taken:
 
     λ = max over T of (rows + Σ of the T − rows largest products) / c(T, L)
 
@@ -21,6 +21,7 @@ from ..state.pytree import STATIC, pytree
 from .drafter import Draft
 
 CERTAIN = 12.0  # log-odds beyond which a correction does not go
+SEGMENTS = 2  # of the number of cached positions, in which what a position costs grows
 
 
 def correct(probability: jax.Array, shift: jax.Array) -> jax.Array:
@@ -41,8 +42,12 @@ class DraftLength:
     correction_rate: jax.Array | float = 0.1  # η
     widths: Annotated[tuple[int, ...], STATIC] = (1, 2, 4, 8, 16)  # tokens a row, on average, per pass
     position_costs: jax.Array | float = 0.0  # float32 [widths], added by each cached position of a row
-    position_growth: jax.Array | float = 0.0  # float32 [widths], by which these grow where a batch has many
-    growth_bounds: jax.Array | tuple[float, float] = (0.0, 1.0)  # cached positions where that begins and ends
+    position_growth: jax.Array | float = (
+        0.0  # float32 [segments, widths], by which these grow in each segment
+    )
+    growth_bounds: jax.Array | tuple[tuple[float, float], ...] = (
+        (0.0, 1.0),
+    )  # cached positions, [segments, 2]
 
     def init(self, rows: int) -> jax.Array:
         """The shift of the log-odds before the first token, float32 `[rows]`."""
@@ -54,10 +59,10 @@ class DraftLength:
 
     def pass_costs(self, positions: jax.Array) -> jax.Array:
         """Costs of a pass of each width, float32 `[widths]`; `positions` float32 `[]`, cached by its rows."""
-        begin, end = jnp.asarray(self.growth_bounds, jnp.float32)
+        begin, end = jnp.asarray(self.growth_bounds, jnp.float32).T
         grown = jnp.clip((positions - begin) / (end - begin), 0.0, 1.0)
-        of_position = jnp.asarray(self.position_costs) + jnp.asarray(self.position_growth) * grown
-        return jnp.asarray(self.costs) + of_position * positions
+        growth = (grown[:, None] * jnp.asarray(self.position_growth)).sum(0)
+        return jnp.asarray(self.costs) + (jnp.asarray(self.position_costs) + growth) * positions
 
     def row_rates(self, draft: Draft, active: jax.Array, shift: jax.Array, length: jax.Array) -> jax.Array:
         """The rate at which all active rows advance if each expects of its draft what this row does.
@@ -139,7 +144,11 @@ def draft_length(
     """
     cost = lambda tokens: 1 + marginal_cost * (tokens - 1)
     costs = jnp.asarray([cost(rows * width) / cost(rows) for width in widths], jnp.float32)
-    nothing, bounds = jnp.zeros(len(widths), jnp.float32), jnp.asarray([0.0, 1.0], jnp.float32)
+    nothing, bounds = jnp.zeros((SEGMENTS, len(widths)), jnp.float32), [(0.0, 1.0)] * SEGMENTS
     return DraftLength(
-        costs, widths=widths, position_costs=nothing, position_growth=nothing, growth_bounds=bounds
+        costs,
+        widths=widths,
+        position_costs=nothing[0],
+        position_growth=nothing,
+        growth_bounds=jnp.asarray(bounds, jnp.float32),
     )

@@ -3,16 +3,17 @@
 `speculation.measure_pass_costs` measures them on the machine at hand.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from .draft_length import DraftLength
+from .draft_length import SEGMENTS, DraftLength
 
 
 class PassCosts(NamedTuple):
-    """Seconds of a pass: those of its products, and those of reading the rows' keys and values."""
+    """Seconds of a pass: of its products, of reading the rows' keys and values, and of emission."""
 
     tokens: tuple[int, ...]  # of a pass, ascending
     seconds: tuple[float, ...]  # of a pass of n tokens, at a context of no positions
@@ -22,24 +23,31 @@ class PassCosts(NamedTuple):
     # context, and added by each cached position; None where it was not measured
     shortest_context: int = 0  # cached positions of a row, below which nothing is drafted from few pages
     head_step: tuple[float, float] | None = None  # as `draft_step`, of a draft head
+    emission: tuple[float, float] = (0.0, 0.0)  # of a pass besides the model: with one row, and for each more
 
-    # A batch with many cached positions reads them from memory, one with few from the processor's caches.
-    batch_seconds_per_position: tuple[float, ...] = ()  # of a batch with many; empty where none was timed
-    single_positions: int = 0  # cached positions of a batch, up to which `seconds_per_position` holds
-    batch_positions: int = 0  # from which `batch_seconds_per_position` does; between them, it is interpolated
+    # Few cached positions are read from the processor's caches, many from memory: what each costs with more
+    # than `near_positions` in the batch, at ascending numbers of them, between which it is interpolated.
+    near_positions: int = 0
+    farther: tuple[tuple[int, tuple[float, ...]], ...] = ()  # at most `SEGMENTS`
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "PassCosts":
+        """The costs whose fields were written as JSON. Raises TypeError for other fields."""
+        return cls(**{name: _as_tuples(value) for name, value in values.items()})
 
     def valid(self) -> bool:
         """Whether these are costs: finite, not negative, and as many as there are sizes."""
         pairs = (self.tokens, self.seconds), (self.widths, self.seconds_per_position)
         if not all(len(sizes) == len(seconds) > 0 for sizes, seconds in pairs):
             return False
-        of_batch = self.batch_seconds_per_position
-        if of_batch and not (
-            len(of_batch) == len(self.widths) and self.single_positions < self.batch_positions
-        ):
+        points = [self.near_positions, *(positions for positions, _ in self.farther)]
+        if points != sorted(set(points)) or len(self.farther) > SEGMENTS:
             return False
-        steps = *(self.draft_step or ()), *(self.head_step or ())
-        numbers = np.array([*self.seconds, *self.seconds_per_position, *steps, *of_batch], float)
+        if any(len(slopes) != len(self.widths) for _, slopes in self.farther):
+            return False
+        steps = *(self.draft_step or ()), *(self.head_step or ()), *self.emission
+        slopes = [slope for _, slopes in self.farther for slope in slopes]
+        numbers = np.array([*self.seconds, *self.seconds_per_position, *steps, *slopes], float)
         return bool(np.isfinite(numbers).all() and (numbers >= 0).all() and self.seconds[0] > 0)
 
     def covers(self, tokens: int, batch: tuple[int, int] | None) -> bool:
@@ -49,7 +57,8 @@ class PassCosts(NamedTuple):
             tokens: the number of tokens of a pass.
             batch: rows, and cached positions of each; None asks for no batch.
         """
-        return self.tokens[-1] >= tokens and (batch is None or self.batch_positions >= batch[0] * batch[1])
+        farthest = self.farther[-1][0] if self.farther else 0
+        return self.tokens[-1] >= tokens and (batch is None or farthest >= batch[0] * batch[1])
 
     def draft_step_costs(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of the pruned drafter for all rows, and those that each cached position adds.
@@ -81,16 +90,25 @@ class PassCosts(NamedTuple):
             widths: compiled sizes of a pass, tokens a row.
         """
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
+        costs += np.float32(self.emission[0] + self.emission[1] * (rows - 1))
         slopes = _interpolate(widths, self.widths, self.seconds_per_position)
-        of_batch = self.batch_seconds_per_position or self.seconds_per_position
-        growth = _interpolate(widths, self.widths, of_batch) - slopes
-        bounds = np.array(
-            [self.single_positions, max(self.batch_positions, self.single_positions + 1)], np.float32
-        )
-        costs, slopes, growth, bounds = jax.device_put((costs, slopes, growth, bounds))
+        points, growth = [self.near_positions], []
+        for positions, seconds in self.farther:
+            before = slopes + np.sum(growth, 0) if growth else slopes
+            growth.append(_interpolate(widths, self.widths, seconds) - before)
+            points.append(positions)
+        while len(growth) < SEGMENTS:  # in which nothing grows: all laws have one structure
+            growth.append(np.zeros_like(slopes))
+            points.append(points[-1] + 1)
+        bounds = np.stack([points[:-1], points[1:]], 1).astype(np.float32)
+        costs, slopes, growth, bounds = jax.device_put((costs, slopes, np.stack(growth), bounds))
         return DraftLength(
             costs, widths=widths, position_costs=slopes, position_growth=growth, growth_bounds=bounds
         )
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 def _interpolate(

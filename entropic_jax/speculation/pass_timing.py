@@ -23,12 +23,15 @@ from ..sampling import sample
 from ..state.cache import Cache, allocate, grant
 from ..state.decoder import Decoder
 from ..state.sampling_parameters import parameters
+from .emission_timing import emitting_passes
 from .pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed
+NEAR = 1024  # where attention is timed, besides a long context: processors' caches may hold what it reads
 LARGEST_WIDTH = 16  # tokens of a row; a larger pass has more rows
 TOKENS_OF_LAUNCH = 512  # enough passes that dispatching them, and a cold first pass, count little
 MOST_PASSES, FEWEST_PASSES = 32, 4  # of a launch
+EMITTING_ROWS = 8  # of a batch whose emission is timed
 
 
 class PassShape(NamedTuple):
@@ -57,13 +60,13 @@ def measure_pass_costs(
     pages: WindowPages | None = None,
     batch: tuple[int, int] | None = None,
 ) -> PassCosts:
-    """Times passes of 1, 2, 4, … tokens, and what a long context adds to those of one row and of a batch.
+    """Times passes of 1, 2, 4, … tokens, and what contexts add to those of one row and of a batch.
 
     Args:
         decoder: the model's pure functions.
         params: its parameters.
         most_tokens: largest number of tokens of a pass, at least 2.
-        context: cached positions of a row where attention is timed, above 64.
+        context: the most cached positions of a row at which attention is timed, above 64.
         page_size: positions per page, by default that of the device.
         dtype: the dtype of keys and values, as for `cache.allocate`.
         repeat: how often each pass is timed, at least once.
@@ -76,11 +79,7 @@ def measure_pass_costs(
         ValueError: for an argument out of range.
     """
     _check(most_tokens, context, repeat, batch)
-    sizes = [1 << n for n in range(most_tokens.bit_length())]
-    widths = [size for size in sizes if size <= LARGEST_WIDTH]
-    short = [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes]
-    long = [PassShape(1, width, context) for width in widths]
-    many = [PassShape(batch[0], n, batch[1]) for n in widths if batch[0] * n <= most_tokens] if batch else []
+    shapes = _shapes(most_tokens, context, batch)
 
     def run(shape):
         return _pass(decoder, params, shape, page_size, dtype)
@@ -95,30 +94,93 @@ def measure_pass_costs(
         for model, weights, read in drafting
         for length in (SHORT, context)
     ]
-    launches = [*(run(shape) for shape in (*short, *long, *many)), *drafts]
-    seconds = iter(_least_seconds(launches, repeat))
-    products, attention, of_batch, of_drafts = (
-        list(islice(seconds, len(part))) for part in (short, long, many, drafts)
-    )
-    slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (context - SHORT))
-    reading = [s.rows * s.length * slopes[widths.index(s.width)] for s in short]
-    base = _ascending(np.subtract(products, reading))
-    steps: list[tuple[float, float] | None] = []
-    for (model, _, _), near, far in zip(drafting, of_drafts[::2], of_drafts[1::2], strict=True):
-        # Such a step reads no more than a pass, and no more than the window of a head.
-        slope = min(max(0.0, (far - near) / (context - SHORT)), float(slopes[0]))
-        saturated = (_window(model) or context) < context
-        steps.append((far, 0.0) if saturated else (max(0.0, near - slope * SHORT), slope))
+    rows, most_drafts = (1, min(EMITTING_ROWS, most_tokens)), shapes.near[-1].width - 1
+    options = dict(page_size=page_size, dtype=jnp.dtype(dtype).name)
+    emitting = [emitting_passes(decoder, params, n, SHORT, most_drafts, **options) for n in rows]
+    parts = [*([run(shape) for shape in part] for part in shapes), drafts, emitting]
+    seconds = iter(_least_seconds([launch for part in parts for launch in part], repeat))
+    *of_passes, of_drafts, of_emitting = (list(islice(seconds, len(part))) for part in parts)
+    costs = _costs_of_model(shapes, of_passes)
+    of_model = np.interp(rows, [shape.rows * shape.width for shape in shapes.short], of_passes[0])
+    costs = costs._replace(emission=_emission(rows, of_emitting, of_model))
+    of_position = (costs.farther[0][1] if shapes.long else costs.seconds_per_position)[0]
+    steps = [
+        _draft_step(model, (short, long), context, of_position)
+        for (model, _, _), short, long in zip(drafting, of_drafts[::2], of_drafts[1::2], strict=True)
+    ]
     draft_step, head_step = (*steps, None, None)[:2]
-    costs = PassCosts(
-        tuple(sizes),
-        tuple(base.tolist()),
-        tuple(widths),
-        tuple(slopes.tolist()),
-        draft_step,
-        head_step=head_step,
+    return costs._replace(draft_step=draft_step, head_step=head_step)
+
+
+class PassShapes(NamedTuple):
+    """The passes that are timed; in each list the smallest first."""
+
+    short: list[PassShape]  # of all numbers of tokens, with a short context
+    near: list[PassShape]  # of one row, with as many cached positions as caches may hold
+    long: list[PassShape]  # of one row, with more of them; there may be none
+    many: list[PassShape]  # of a batch; there may be none
+
+
+def _shapes(most_tokens: int, context: int, batch: tuple[int, int] | None) -> PassShapes:
+    """The passes that `measure_pass_costs` times, which has these arguments."""
+    sizes = [1 << n for n in range(most_tokens.bit_length())]
+    widths = [size for size in sizes if size <= LARGEST_WIDTH]
+    return PassShapes(
+        [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes],
+        [PassShape(1, width, min(NEAR, context)) for width in widths],
+        [PassShape(1, width, context) for width in widths] if context > NEAR else [],
+        [PassShape(batch[0], n, batch[1]) for n in widths if batch[0] * n <= most_tokens] if batch else [],
     )
-    return _with_batch(costs, many, of_batch, context)
+
+
+def _costs_of_model(shapes: PassShapes, seconds: list[list[float]]) -> PassCosts:
+    """The costs of passes without what they cost besides the model, and without drafters.
+
+    Args:
+        shapes: the passes.
+        seconds: the seconds of the passes of each list.
+    """
+    (short, near, *farther), (products, attention, *of_farther) = shapes, seconds
+    widths = [shape.width for shape in near]
+    slopes = _ascending(np.subtract(attention, products[: len(widths)]) / (near[0].length - SHORT))
+    reading = [shape.rows * SHORT * slopes[widths.index(shape.width)] for shape in short]
+    base = _ascending(np.subtract(products, reading))
+    sizes = tuple(shape.rows * shape.width for shape in short)
+    costs = PassCosts(sizes, tuple(base.tolist()), tuple(widths), tuple(slopes.tolist()))
+    costs = costs._replace(near_positions=near[0].length)
+    for part, times in zip(farther, of_farther, strict=True):
+        costs = _with_farther(costs, part, times)
+    return costs
+
+
+def _draft_step(
+    model: Any, seconds: tuple[float, float], context: int, of_position: float
+) -> tuple[float, float]:
+    """What a step of a drafter costs without context, and what each cached position adds.
+
+    Args:
+        model: the functions of the drafter.
+        seconds: those of a step with `SHORT` cached positions, and with `context`.
+        context: the number of positions.
+        of_position: what a position adds to a pass, which reads no less.
+    """
+    short, long = seconds
+    if (_window(model) or context) < context:  # a head that has read all that it reads
+        return long, 0.0
+    slope = min(max(0.0, (long - short) / (context - SHORT)), of_position)
+    return max(0.0, short - slope * SHORT), slope
+
+
+def _emission(rows: tuple[int, int], seconds: list[float], of_model: np.ndarray) -> tuple[float, float]:
+    """What passes cost besides the model: with one row, and for each further row.
+
+    Args:
+        rows: the rows of the passes.
+        seconds: those of passes that emit.
+        of_model: the seconds of passes of the same rows that do not.
+    """
+    single, several = np.maximum(0.0, np.subtract(seconds, of_model)).tolist()
+    return single, max(0.0, several - single) / max(1, rows[1] - rows[0])
 
 
 def _window(model: Any) -> int | None:
@@ -139,28 +201,24 @@ def _check(most_tokens: int, context: int, repeat: int, batch: tuple[int, int] |
         )
 
 
-def _with_batch(costs: PassCosts, shapes: list[PassShape], seconds: list[float], single: int) -> PassCosts:
-    """The costs with those of each cached position of a batch.
+def _with_farther(costs: PassCosts, shapes: list[PassShape], seconds: list[float]) -> PassCosts:
+    """The costs with those of each cached position where there are more of them.
 
     Args:
-        costs: the costs of passes of one row.
-        shapes: the passes of the batch, the narrowest first.
+        costs: the costs so far.
+        shapes: passes of as many rows with as many cached positions, the narrowest first; there may be none.
         seconds: the seconds of each of them.
-        single: the number of cached positions up to which `costs` hold.
     """
     if not shapes:
         return costs
     positions = shapes[0].rows * shapes[0].length
     products = np.interp([shape.rows * shape.width for shape in shapes], costs.tokens, costs.seconds)
-    near = np.asarray(costs.seconds_per_position)
+    before = np.asarray(costs.farther[-1][1] if costs.farther else costs.seconds_per_position)
     # A position of memory costs no less than one of the caches.
-    far = np.maximum(_ascending(np.subtract(seconds, products) / positions), near[: len(shapes)])
-    # Wider passes than the batch was timed with compute, and grow with their computation.
-    wider = far[-1] + near[len(shapes) :] - near[len(shapes) - 1]
-    slopes = (*far.tolist(), *wider.tolist())
-    return costs._replace(
-        batch_seconds_per_position=slopes, single_positions=single, batch_positions=positions
-    )
+    far = np.maximum(_ascending(np.subtract(seconds, products) / positions), before[: len(shapes)])
+    # Wider passes than were timed compute, and grow with their computation.
+    wider = far[-1] + before[len(shapes) :] - before[len(shapes) - 1]
+    return costs._replace(farther=(*costs.farther, (positions, (*far.tolist(), *wider.tolist()))))
 
 
 def _ascending(seconds: np.ndarray) -> np.ndarray:

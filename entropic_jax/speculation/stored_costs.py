@@ -32,7 +32,7 @@ from .registry import UNMEASURED_CONTEXT
 LOG = logging.getLogger("entropic_jax.speculation")
 VARIABLE = "ENTROPIC_COST_CACHE"
 LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a roofline is tabulated
-VERSION = 4  # of the file, and of the kernels whose costs it holds
+VERSION = 5  # of the file, and of the kernels whose costs it holds
 
 
 class TimedModel(NamedTuple):
@@ -71,7 +71,7 @@ def read_costs(model: TimedModel) -> PassCosts | None:
         stored = json.loads(file.read_text("utf-8")) if file else None
         if stored is None:
             return None
-        costs = PassCosts(**{name: _as_tuple(stored[name]) for name in PassCosts._fields})
+        costs = PassCosts.from_json({name: stored[name] for name in PassCosts._fields})
         return costs if costs.valid() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -89,10 +89,6 @@ def write_costs(costs: PassCosts, model: TimedModel) -> None:
         os.replace(stream.name, file)
     except OSError as error:
         LOG.debug("pass costs are not stored: %s", error)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _file(model: TimedModel) -> Path | None:

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,17 +79,9 @@ def follow(
     if message.kind == STOP:
         return 0
     options = dataclasses.replace(options, num_pages=message.values["num_pages"])
-    costs = _costs(message.values["costs"])
+    costs = message.values["costs"] and PassCosts.from_json(message.values["costs"])
     parts = assemble(model, options, calibration, control=control, costs=costs)
     return Follower(group, parts).run()
-
-
-def _costs(values: Mapping[str, Any] | None) -> PassCosts | None:
-    """Pass costs that were sent as JSON."""
-    if values is None:
-        return None
-    fields: Any = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return PassCosts(**fields)
 
 
 class Follower:

@@ -53,7 +53,7 @@ def test_stored_costs_of_smaller_passes_are_measured_again(suffix, tmp_path, mon
     monkeypatch.setattr(timed_sizes, "LONGEST_TIMED", 2)
     monkeypatch.setattr(timed_sizes, "BATCH_BYTES", 1 << 50)
     for batch in (
-        large._replace(batch_seconds_per_position=(1.0, 2.0), single_positions=2, batch_positions=1 << 20),
+        large._replace(near_positions=2, farther=((1 << 20, (1.0, 2.0)),)),
         large,
     ):
         stored_costs.write_costs(batch, timed)

@@ -92,7 +92,7 @@ def test_passes_grow_shorter_where_reading_the_context_is_what_costs():
 
 def test_positions_cost_more_where_a_batch_has_too_many_for_the_caches():
     costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
-    batch = costs._replace(batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300)
+    batch = costs._replace(near_positions=100, farther=((300, (0.3, 0.5)),))
     near, far = costs.law(1, (1, 2)), batch.law(1, (1, 2))
     base = np.asarray(near.costs)
     for positions, slopes in ((100, [0.1, 0.2]), (200, [0.2, 0.35]), (300, [0.3, 0.5]), (900, [0.3, 0.5])):
@@ -108,19 +108,33 @@ def test_positions_cost_more_where_a_batch_has_too_many_for_the_caches():
 
 def test_costs_of_a_batch_have_to_be_as_many_as_sizes():
     costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
-    assert costs._replace(
-        batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300
-    ).valid()
-    for batch in (((0.3,), 100, 300), ((0.3, 0.5), 300, 300), ((0.3, float("nan")), 100, 300)):
-        fields = dict(
-            zip(("batch_seconds_per_position", "single_positions", "batch_positions"), batch, strict=True)
-        )
-        assert not costs._replace(**fields).valid()
+    costs = costs._replace(near_positions=100)
+    assert costs._replace(farther=((300, (0.3, 0.5)), (400, (0.3, 0.5)))).valid()
+    point = 300, (0.3, 0.5)
+    for points in ((300, (0.3,)),), ((100, (0.3, 0.5)),), ((300, (0.3, float("nan"))),), (point, point):
+        assert not costs._replace(farther=points).valid()
+    assert not costs._replace(farther=tuple((n, (0.3, 0.5)) for n in (200, 300, 400))).valid()
+
+
+def test_positions_are_interpolated_between_all_points():
+    costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2), near_positions=100)
+    law = costs._replace(farther=((300, (0.3, 0.5)), (500, (0.4, 0.8)))).law(1, (1, 2))
+    for positions, slopes in ((50, [0.1, 0.2]), (300, [0.3, 0.5]), (400, [0.35, 0.65]), (900, [0.4, 0.8])):
+        expected = np.asarray(law.costs) + positions * np.array(slopes)
+        np.testing.assert_allclose(law.pass_costs(jnp.float32(positions)), expected, rtol=1e-5)
+
+
+def test_emission_costs_the_same_for_passes_of_every_width():
+    costs = PassCosts((1, 8), (1.0, 2.0), (1, 2), (0.1, 0.2))
+    emitting = costs._replace(emission=(0.5, 0.1))
+    for rows, added in ((1, 0.5), (4, 0.8)):
+        plain, law = costs.law(rows, (1, 2)), emitting.law(rows, (1, 2))
+        np.testing.assert_allclose(law.costs, np.asarray(plain.costs) + added, rtol=1e-6)
 
 
 def test_costs_cover_passes_and_batches_up_to_those_that_were_timed():
     costs = PassCosts((1, 4), (1.0, 2.0), (1, 2), (0.1, 0.2))
-    batch = costs._replace(batch_seconds_per_position=(0.3, 0.5), single_positions=100, batch_positions=300)
+    batch = costs._replace(near_positions=100, farther=((300, (0.3, 0.5)),))
     assert costs.covers(4, None) and not costs.covers(5, None) and not costs.covers(4, (2, 150))
     assert batch.covers(4, (2, 150)) and batch.covers(2, None) and not batch.covers(4, (2, 151))
 

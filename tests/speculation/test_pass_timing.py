@@ -12,9 +12,15 @@ from tests import tiny
 MODEL = tiny.model()
 
 
+def emitting(decoder, params, rows, length, most_tokens, **_):
+    """What stands for a pass that emits: that of as many rows."""
+    return module.PassShape(rows, 1, length)
+
+
 def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
     shapes = []
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shapes.append(shape) or shape)
+    monkeypatch.setattr(module, "emitting_passes", emitting)
     # 1 + 0.1 seconds a token, and for each position that a row reads 0.001 seconds and a tenth more a token.
     seconds = lambda s: 1 + 0.1 * s.rows * s.width + s.rows * s.length * (0.001 + 0.0001 * s.width)
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
@@ -23,10 +29,31 @@ def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
     assert costs.tokens == (1, 2, 4, 8, 16, 32, 64) and costs.widths == (1, 2, 4, 8, 16)
     assert costs.seconds == pytest.approx([1 + 0.1 * n for n in costs.tokens])
     assert costs.seconds_per_position == pytest.approx([0.001 + 0.0001 * n for n in costs.widths])
+    assert costs.near_positions == 1000 and not costs.farther
+
+
+def test_a_long_context_is_timed_beside_a_short_one(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
+    monkeypatch.setattr(module, "emitting_passes", emitting)
+    seconds = lambda s: 1 + 0.1 * s.width + s.length * (0.001 if s.length <= module.NEAR else 0.004)
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
+    costs = measure_pass_costs(None, None, most_tokens=4, context=4000)
+    assert costs.near_positions == module.NEAR and costs.seconds_per_position == pytest.approx([0.001] * 3)
+    ((positions, slopes),) = costs.farther
+    assert positions == 4000 and slopes == pytest.approx([0.004] * 3)
+
+
+def test_what_emission_takes_is_the_difference_to_a_pass_of_the_model(monkeypatch):
+    monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: 1.0 * shape.rows * shape.width)
+    monkeypatch.setattr(module, "emitting_passes", lambda decoder, params, rows, *_, **__: 1.4 * rows + 0.1)
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: launches)
+    costs = measure_pass_costs(None, None, most_tokens=32, context=1000)
+    assert costs.emission == pytest.approx((0.5, 0.4))
 
 
 def test_a_batch_is_timed_where_its_passes_are_small_enough(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
+    monkeypatch.setattr(module, "emitting_passes", emitting)
 
     def seconds(shape):
         positions = shape.rows * shape.length
@@ -35,27 +62,31 @@ def test_a_batch_is_timed_where_its_passes_are_small_enough(monkeypatch):
 
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
     costs = measure_pass_costs(None, None, most_tokens=32, context=1000, batch=(8, 500))
-    assert (costs.single_positions, costs.batch_positions) == (1000, 4000)
+    ((positions, slopes),) = costs.farther
+    assert (costs.near_positions, positions) == (1000, 4000)
     # Passes of up to 4 tokens a row were timed; wider ones compute as much more as those of one row.
     expected = [0.003 + 0.0001 * n for n in costs.widths]
-    assert costs.batch_seconds_per_position == pytest.approx(expected)
+    assert slopes == pytest.approx(expected)
 
 
 def test_a_position_of_memory_costs_no_less_than_one_of_the_caches(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
+    monkeypatch.setattr(module, "emitting_passes", emitting)
     seconds = lambda s: 1 + 0.1 * s.rows * s.width + (s.rows == 1) * s.length * 0.001
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
     costs = measure_pass_costs(None, None, most_tokens=4, context=1000, batch=(2, 1000))
-    assert costs.batch_seconds_per_position == pytest.approx(costs.seconds_per_position)
+    assert costs.farther[0][1] == pytest.approx(costs.seconds_per_position)
 
 
 def test_a_disturbed_measurement_is_not_believed(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda *_: None)
+    monkeypatch.setattr(module, "emitting_passes", lambda *_, **__: None)
     times = [1.0, 9.0, 3.0, 2.0, 7.0, 4.0]  # of 1, 2 and 4 tokens, at the short and at the long context
-    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: times)
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: [*times, 1.5, 0.5])
     costs = measure_pass_costs(None, None, most_tokens=4, context=164)
     assert costs.seconds_per_position == pytest.approx((0.0, 0.0, 0.01))
     assert costs.seconds == pytest.approx((1.0, 3 - 0.64, 3 - 0.64))
+    assert costs.emission == (0.5, 0.0)
 
 
 def test_a_model_is_timed():

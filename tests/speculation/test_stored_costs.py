@@ -16,7 +16,7 @@ from entropic_jax.state.ledger import default_hardware
 from tests import tiny
 
 COSTS = PassCosts((1, 2, 4), (1e-3, 1.1e-3, 1.5e-3), (1, 2), (1e-6, 2e-6), (5e-4, 1e-7))
-COSTS = COSTS._replace(batch_seconds_per_position=(2e-6, 3e-6), single_positions=1000, batch_positions=9000)
+COSTS = COSTS._replace(emission=(3e-5, 1e-5), near_positions=1000, farther=((9000, (2e-6, 3e-6)),))
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 
 from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
-from ...cpu_runtime.matrix_units import matrix_units_missing, rounded_products_missing
+from ...cpu_runtime.matrix_units import matrix_units_missing, quads_missing, rounded_products_missing
 from ...cpu_runtime.run_once import run_once
-from .reference import BLOCK_COLUMNS
+from .reference import BLOCK_COLUMNS, QUAD
 
 SKINNY_ROWS = 64  # up to which a product costs little more than reading the weights
 PACKED = "uint8"  # two numbers of 4 bits
@@ -25,6 +25,8 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", PACKED)
 SCALED = ("int8", "float8_e4m3fn")  # by column
 ROUNDED = "bfloat16"  # operands of the matrix units, and of AVX512-BF16
 ROUNDED_WEIGHTS = ("bfloat16", *SCALED)  # whose numbers bfloat16 holds
+LAYOUTS = {BLOCK_COLUMNS: "blocks", QUAD * BLOCK_COLUMNS: "quads"}  # by the last axis; else tiles
+MAX_QUAD_INPUTS = 2**16  # whose products an int32 can sum
 
 
 def supports_weight(dtype: Any) -> bool:
@@ -52,6 +54,11 @@ def rounds_operands() -> bool:
     return cpu_runtime.unavailable_reason() is None and rounded_products_missing() is None
 
 
+def multiplies_8_bits() -> bool:
+    """Whether `skinny_matmul` accepts `operand_dtype="int8"`."""
+    return cpu_runtime.unavailable_reason() is None and quads_missing() is None
+
+
 def skinny_matmul(
     x: jax.Array,
     weights: tuple[jax.Array, ...],
@@ -62,6 +69,8 @@ def skinny_matmul(
 
     The contract is in the package's docstring.
     """
+    if operand_dtype == "int8":
+        return _multiply_8_bits(x, weights, scales)
     reason = cpu_runtime.unavailable_reason() or (operand_dtype and rounded_products_missing())
     if reason:
         raise NotImplementedError(reason)
@@ -74,11 +83,12 @@ def skinny_matmul(
         )
     _check_rows(x.shape[0])
     layouts = {_layout(weight) for weight in weights}
+    if layouts == {"quads"}:
+        raise NotImplementedError("only rows of 8 bits are multiplied by weights in quads")
     if layouts != {"columns"} and (len(layouts) > 1 or dtypes == {PACKED}):
         raise NotImplementedError("only all weights together lie block by block, and none that are packed")
     if dtypes == {PACKED}:
         _check_groups(x.shape[1], scales)
-    columns = tuple(w.shape[1] if w.ndim == 2 else w.shape[0] * BLOCK_COLUMNS for w in weights)
     (dtype,) = dtypes
     operands = "rounded" if operand_dtype is not None else "split" if splits_operands(dtype) else "float32"
     has_units = matrix_units_missing() is None
@@ -86,7 +96,36 @@ def skinny_matmul(
         raise NotImplementedError(f"tiles of {dtype}: only matrix units read tiles, of {ROUNDED}")
     if operands == "rounded" and not has_units and x.shape[1] % 2:
         raise NotImplementedError(f"{x.shape[1]} inputs: only an even number is supported by AVX512-BF16")
-    name = _register(dtype, operands, *layouts)
+    return _call(_register(dtype, operands, *layouts), x, weights, scales)
+
+
+def _multiply_8_bits(
+    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Float32 rows, rounded to 8 bits, times weights of int8 in quads."""
+    if reason := cpu_runtime.unavailable_reason() or quads_missing():
+        raise NotImplementedError(reason)
+    kinds = {(weight.dtype.name, _layout(weight)) for weight in weights}
+    if x.dtype != jnp.float32 or kinds != {("int8", "quads")}:
+        raise NotImplementedError(f"{x.dtype} times {kinds}: only float32 times int8 in quads is supported")
+    if x.shape[1] > MAX_QUAD_INPUTS:
+        raise NotImplementedError(f"{x.shape[1]} inputs: at most {MAX_QUAD_INPUTS} are supported")
+    _check_rows(x.shape[0])
+    return _call(_register("int8", "int8", "quads"), x, weights, scales)
+
+
+def _call(
+    name: str, x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """The products by a kernel.
+
+    Args:
+        name: of the kernel.
+        x: as for `skinny_matmul`.
+        weights: as for `skinny_matmul`.
+        scales: as for `skinny_matmul`.
+    """
+    columns = (w.shape[1] if w.ndim == 2 else w.shape[0] * BLOCK_COLUMNS for w in weights)
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
@@ -110,10 +149,8 @@ def splits_operands(dtype: str) -> bool:
 
 
 def _layout(weight: jax.Array) -> str:
-    """How a weight lies: "columns", "blocks" or "tiles"."""
-    if weight.ndim == 2:
-        return "columns"
-    return "blocks" if weight.shape[2] == BLOCK_COLUMNS else "tiles"
+    """How a weight lies: "columns", "blocks", "tiles" or "quads"."""
+    return "columns" if weight.ndim == 2 else LAYOUTS.get(weight.shape[2], "tiles")
 
 
 @run_once
@@ -122,7 +159,7 @@ def _register(dtype: str, operands: str, layout: str) -> str:
 
     Args:
         dtype: of the weights.
-        operands: "float32" as they are, "rounded" to bfloat16, or "split" into parts of it.
+        operands: "float32" as they are, "rounded" to bfloat16, "split" into parts of it, or "int8".
         layout: see `_layout`.
     """
     suffixes = [suffix for suffix in (layout, operands) if suffix not in ("columns", "float32")]
@@ -136,10 +173,12 @@ def _register(dtype: str, operands: str, layout: str) -> str:
 
 def _compile_rounded(name: str, dtype: str, layout: str, operands: str) -> Iterator[tuple[str, Any]]:
     from ...cpu_runtime.row_tiles import SPLIT
-    from . import cpu_matrix_units, cpu_pairs
+    from . import cpu_matrix_units, cpu_pairs, cpu_quads
     from .cpu_rounded import build
 
-    if matrix_units_missing() is None:
+    if operands == "int8":
+        instructions = cpu_quads.instructions()
+    elif matrix_units_missing() is None:
         parts = SPLIT if operands == "split" else 1
         instructions = cpu_matrix_units.instructions(dtype, layout, parts)
     else:

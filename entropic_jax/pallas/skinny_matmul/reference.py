@@ -8,6 +8,8 @@ import jax.numpy as jnp
 
 BLOCK_COLUMNS = 64  # of a weight that lies block by block
 TILE_INPUTS, TILE_COLUMNS = 32, 16  # of a weight that lies in tiles
+QUAD = 4  # inputs that lie side by side in a weight in quads
+LARGEST, SMALLEST = 127, 1e-30  # magnitude of a number of 8 bits; and of rows that count as 0
 
 
 def skinny_matmul(
@@ -18,6 +20,8 @@ def skinny_matmul(
 ) -> tuple[jax.Array, ...]:
     """The contract is in the package's docstring."""
     weights = tuple(by_columns(weight) for weight in weights)
+    if operand_dtype == "int8":
+        return _of_8_bits(x, weights, scales)
     if operand_dtype is not None:
         return _rounded(x, weights, scales, operand_dtype)
     if scales and scales[0].ndim == 2:
@@ -56,13 +60,36 @@ def in_tiles(weight: Any) -> Any:
     return parts.transpose(3, 4, 0, 5, 1, 6, 2).reshape(blocks, steps, -1)
 
 
+def in_quads(weight: Any) -> Any:
+    """A weight `[inputs, outputs]` in quads, `[outputs / 64, inputs / 4, 256]`.
+
+    Of a block of 64 columns, four inputs of a column lie side by side, and then those of the next column.
+
+    >>> in_quads(jnp.ones((8, 128))).shape
+    (2, 2, 256)
+
+    Args:
+        weight: the array, of JAX or NumPy.
+    """
+    parts = weight.reshape(weight.shape[0] // QUAD, QUAD, -1, BLOCK_COLUMNS)
+    return parts.transpose(2, 0, 3, 1).reshape(parts.shape[2], parts.shape[0], -1)
+
+
+def is_in_quads(weight: Any) -> bool:
+    """Whether a weight lies in quads."""
+    return weight.ndim == 3 and weight.shape[2] == QUAD * BLOCK_COLUMNS
+
+
 def by_columns(weight: jax.Array) -> jax.Array:
-    """A weight as `[inputs, outputs]`, if it lies block by block or in tiles; any other as it is."""
+    """A weight as `[inputs, outputs]`, if it lies in blocks, in tiles or in quads; any other as it is."""
     if weight.ndim < 3:
         return weight
     blocks, steps, width = weight.shape
     if width == BLOCK_COLUMNS:
         return weight.transpose(1, 0, 2).reshape(steps, -1)
+    if is_in_quads(weight):
+        quads = weight.reshape(blocks, steps, BLOCK_COLUMNS, QUAD)
+        return quads.transpose(1, 3, 0, 2).reshape(QUAD * steps, -1)
     parts = weight.reshape(blocks, 2, steps, 2, TILE_INPUTS // 2, TILE_COLUMNS, 2)
     return parts.transpose(2, 4, 6, 0, 1, 3, 5).reshape(TILE_INPUTS * steps, -1)
 
@@ -71,7 +98,7 @@ def column_view(weight: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     """A weight such that a column is a slice of it, and into what its axes divide the number of a column.
 
     Args:
-        weight: `[inputs, outputs]`, or block by block, or in tiles.
+        weight: `[inputs, outputs]`, or block by block, in tiles or in quads.
 
     Returns:
         The weight with more axes, and the length of each that counts columns; 0 for one that counts inputs.
@@ -81,6 +108,8 @@ def column_view(weight: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
     blocks, steps, width = weight.shape
     if width == BLOCK_COLUMNS:
         return weight, (blocks, 0, width)
+    if is_in_quads(weight):
+        return weight.reshape(blocks, steps, BLOCK_COLUMNS, QUAD), (blocks, 0, BLOCK_COLUMNS, 0)
     # Blocks, halves, steps of inputs, tiles of a half, pairs of inputs, columns of a tile, inputs of a pair.
     parts = weight.reshape(blocks, 2, steps, 2, TILE_INPUTS // 2, TILE_COLUMNS, 2)
     return parts, (blocks, 2, 0, 2, 0, TILE_COLUMNS, 0)
@@ -115,6 +144,26 @@ def _rounded(
         jnp.matmul(left, weight.astype(operand_dtype), preferred_element_type=x.dtype) for weight in weights
     )
     return tuple(y * s.astype(x.dtype) for y, s in zip(products, scales, strict=True)) if scales else products
+
+
+def _of_8_bits(
+    x: jax.Array, weights: tuple[jax.Array, ...], scales: tuple[jax.Array, ...]
+) -> tuple[jax.Array, ...]:
+    """Products of rows that are rounded to 8 bits with weights of int8; the sums are exact.
+
+    Raises:
+        ValueError: for weights of another dtype.
+    """
+    for weight in weights:
+        if weight.dtype != jnp.int8:
+            raise ValueError(f"weights must be int8 for operand_dtype='int8'; got {weight.dtype}")
+    largest = jnp.abs(x).max(-1, keepdims=True).astype(jnp.float32)
+    inverse = jnp.where(largest > SMALLEST, LARGEST / largest, 0.0)
+    scaled = x.astype(jnp.float32) * inverse
+    numbers = jnp.where(jnp.abs(scaled) <= LARGEST + 1, jnp.round(scaled), 0.0).astype(jnp.int8)
+    products = (jnp.matmul(numbers, weight, preferred_element_type=jnp.int32) for weight in weights)
+    rows = (product.astype(jnp.float32) * (largest / LARGEST) for product in products)
+    return tuple((y * scale).astype(x.dtype) for y, scale in zip(rows, scales, strict=True))
 
 
 def unpack(weight: jax.Array, scale: jax.Array) -> jax.Array:
