@@ -11,6 +11,7 @@ if __name__ == "models":  # the folder of a checkout, found on the path instead 
     raise ImportError("models is part of entropic_jax: import entropic_jax.models", name=__name__)
 
 from .config import Config, ModelError
+from .conversion import convert
 from .decoder import FAMILIES, Decoder, Params
 from .layers import Attend
 from .model import Model, copied, directory_of, initialise, load, save, shard
@@ -28,6 +29,7 @@ __all__ = [
     "Params",
     "RopeScaling",
     "Tokenizer",
+    "convert",
     "copied",
     "directory_of",
     "initialise",

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import sys
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from entropic_jax.pallas import skinny_matmul
 
-from . import sharding, weights
+from . import converted, sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
@@ -123,7 +123,7 @@ def load(
     quantization: str | None = None,
     blocked: bool = False,
 ) -> Model:
-    """Read a Hugging Face model directory.
+    """Read a Hugging Face model directory, or one that `convert` wrote.
 
     Args:
         path: the path of the directory; None is the model that ships with the package.
@@ -138,7 +138,7 @@ def load(
             its part. None puts them on the default device.
         quantization: The quantization of the matrices that are multiplied by rows, and of the embedding,
             from `quantisation.QUANTIZATIONS`. "int8" keeps matrices that are stored so; None keeps or
-            dequantises all of them.
+            dequantises all of them. For a converted directory, its own or None.
         blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding
             is faster, the results are the same. They then have another shape (see `kernel_layout`), and the
             model cannot be saved, quantised or divided.
@@ -151,10 +151,45 @@ def load(
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
+    stored = converted.description(directory)
+    if stored is not None:
+        converted.check(directory, stored, dtype, quantization)
     generation = read_generation(directory / "generation_config.json", config)
     tokenizer = read_tokenizer(directory)
     if tokenizer is not None:
         check_surrounding(tokenizer, directory, config)
+    operand_dtype = wide_activations(dtype) if mesh is None else None
+    vectors = dtype if operand_dtype is None else np.dtype(np.float32)
+    if stored is not None:
+        dtypes = converted.Dtypes(dtype, vectors, as_stored)
+        params = converted.read(directory, stored, config, dtypes, mesh)
+        model = Model(config, params, tokenizer, generation, mesh, stored.quantization, operand_dtype)
+    else:
+        read = tensor_reader(directory, config, dtype, progress, mesh, quantization)
+        params = read(vectors, as_stored and mesh is None)
+        model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
+        model = model if quantization is None else quantised(model, quantization)
+    return in_blocks(model) if blocked else model
+
+
+def tensor_reader(
+    directory: Path,
+    config: Config,
+    dtype: np.dtype,
+    progress: bool,
+    mesh: Mesh | None,
+    quantization: str | None,
+) -> Callable[[np.dtype, bool], Params]:
+    """A function of the dtype of vectors, and of `as_stored`, that reads the tensors of a directory.
+
+    Args:
+        directory: the directory, whose tensors are checked at once.
+        config: the model's configuration.
+        dtype: the dtype of matrices and of the embedding.
+        progress: whether to show a bar.
+        mesh: over which the arrays are divided.
+        quantization: the quantization that they are meant for: matrices of int8 may stay as they are.
+    """
     raw = read_config_json(directory)
     stored_format, is_tower = weight_format(raw), tower_of(raw) is not None
     if stored_format is not None:
@@ -167,20 +202,19 @@ def load(
         _, shapes = structure(config)
     except ModelError as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from None
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
-    hidden = not (progress and sys.stderr.isatty())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
-        total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
-        task = bar.add_task(f"loading {directory.name}", total=total)
-        advance = lambda amount: bar.advance(task, amount)
-        narrow = int8_kernels(structure(config, quantization)[1])
-        operand_dtype = wide_activations(dtype) if mesh is None else None
-        dtypes = (dtype, None) if operand_dtype is None else (np.dtype(np.float32), dtype)
-        read = partial(weights.read, tensors, config, dtypes[0], advance, as_stored and mesh is None, mesh)
-        params = read(narrow, dtypes[1])
-    model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
-    model = model if quantization is None else quantised(model, quantization)
-    return in_blocks(model) if blocked else model
+
+    def read(vectors: np.dtype, as_stored: bool) -> Params:
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+        hidden = not (progress and sys.stderr.isatty())
+        with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+            total = sum(leaf.size for leaf in jax.tree.leaves(shapes)) * dtype.itemsize
+            task = bar.add_task(f"loading {directory.name}", total=total)
+            advance = lambda amount: bar.advance(task, amount)
+            narrow = int8_kernels(structure(config, quantization)[1])
+            matrices = None if vectors == dtype else dtype
+            return weights.read(tensors, config, vectors, advance, as_stored, mesh, narrow, matrices)
+
+    return read
 
 
 def in_blocks(model: Model) -> Model:

@@ -13,6 +13,7 @@ from .torch_files import open_torch_file
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CONSOLIDATED, CONSOLIDATED_INDEX = "consolidated.safetensors", "consolidated.safetensors.index.json"
 TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+CONVERTED, CONVERTED_WEIGHTS = "converted.json", "weights"  # what `converted` reads, and the folder of arrays
 VARIANT = re.compile(r"model\.([\w-]+)\.safetensors|model\.safetensors\.index\.([\w-]+)\.json")
 TORCH_VARIANT = re.compile(r"pytorch_model\.([\w-]+)\.bin|pytorch_model\.bin\.index\.([\w-]+)\.json")
 SHARD = re.compile(r"-\d{5}-of-\d{5}$")  # of a variant, whose index has the name without it

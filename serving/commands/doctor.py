@@ -86,7 +86,7 @@ def server_of(path: str) -> dict[str, Any]:
     stated.model = stated.path or stated.model
     try:
         options = serve.engine_options_of(stated, serve.settings_of(stated))
-        config, dtype = read_config(stated.model), computing_dtype(options.dtype)
+        config, dtype = read_config(stated.model), computing_dtype(options.dtype, stated.model)
         like = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
         params = jax.tree.map(like, structure(config)[1])
         model = models.Model(config, params)

@@ -77,7 +77,9 @@ def load_model(options: argparse.Namespace) -> "tuple[models.Model, models.Token
     check_directory(options.model)
     remember_compilations()
     try:
-        model = models.load(options.model, computing_dtype(options.dtype), quantization=options.quantization)
+        model = models.load(
+            options.model, computing_dtype(options.dtype, options.model), quantization=options.quantization
+        )
     except (OSError, ValueError, NotImplementedError) as error:
         raise RequestError(f"--model {options.model}: {error}") from error
     if model.tokenizer is None:

@@ -48,7 +48,7 @@ def describe(path: Path) -> list[str]:
     """Lines on the model in a directory. Raises RequestError if it is not one that can be loaded."""
     import jax
 
-    from entropic_jax.models import ModelError
+    from entropic_jax.models import ModelError, converted
     from entropic_jax.models.decoder import structure
     from entropic_jax.models.formats import FIELDS
     from entropic_jax.models.formats.model_files import open_tensors
@@ -59,7 +59,8 @@ def describe(path: Path) -> list[str]:
         raise RequestError(f"path must be a model directory; got {path}")
     try:
         raw, config = read_config_json(path), read_config(path)
-        stored = open_tensors(path, config).values()
+        checkpoint = converted.description(path)
+        stored = () if checkpoint is not None else open_tensors(path, config).values()
         parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(structure(config)[1]))
         if config.tie_word_embeddings:  # in memory twice
             parameters -= config.vocab_size * config.hidden_size
@@ -71,6 +72,8 @@ def describe(path: Path) -> list[str]:
         kind = "GGUF" if tensor.file.suffix == ".gguf" else names.get(tensor.dtype, tensor.dtype)
         kinds[kind] += math.prod(tensor.shape)
     size = sum(file.stat().st_size for file in {tensor.file for tensor in stored})
+    if checkpoint is not None:
+        kinds, size = Counter(converted.summary(checkpoint)), sum(checkpoint.files.values())
     rows = [
         ("path", str(path)),
         ("architecture", config.architecture),
@@ -80,6 +83,8 @@ def describe(path: Path) -> list[str]:
     quantization = next((raw[field] for field in FIELDS if raw.get(field)), None)
     if isinstance(quantization, dict):
         rows.append(("quantization", str(quantization.get("quant_method"))))
+    if checkpoint is not None:
+        rows.append(("converted to", ", ".join(filter(None, (checkpoint.dtype, checkpoint.quantization)))))
     for label, name in ROWS:
         value = getattr(config, name)
         if value:

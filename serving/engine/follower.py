@@ -23,7 +23,7 @@ from .process_group import STOP, ProcessGroup
 from .warmup import examples_of
 
 IDENTITY = "identity"
-MODEL_FILES = ("config.json", "calibration.json", "model.safetensors.index.json")
+MODEL_FILES = ("config.json", "calibration.json", "model.safetensors.index.json", "converted.json")
 SETTINGS = ("ENTROPIC_KERNELS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 

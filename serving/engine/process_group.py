@@ -229,6 +229,12 @@ class ProcessGroup:
                     connection.send(Message(STOP, {}))
         jax.distributed.shutdown()
 
+    def finish(self) -> None:
+        """End the group in order once process 0 has come here, too."""
+        while not self.leads and self.receive()[1].kind != STOP:
+            pass
+        self.close()
+
     def fail(self, error: BaseException) -> NoReturn:
         """End this process, and thereby the others, because a program or the engine has failed.
 

@@ -114,7 +114,7 @@ def _prepare(
         check_identity(group, path, options)
         read_config(path, mesh)  # says what is wrong while JAX still connects the processes
         group.settle(mesh)
-    dtype = computing_dtype(options.dtype)
+    dtype = computing_dtype(options.dtype, path)
     with use_device(device):
         alone = len(places) == 1
         model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, blocked=alone)

@@ -81,7 +81,7 @@ def load(
     from . import engine, search_engine
     from .data_parallel import DataParallelGenerator
 
-    control, dtype = control or Control(), computing_dtype(dtype)
+    control, dtype = control or Control(), computing_dtype(dtype, path)
     on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
     speculation_options.check(speculate, control.preset, control.method, divided=on_mesh)
     if on_mesh:

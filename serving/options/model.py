@@ -1,5 +1,6 @@
 """Defaults of the model options: the embedded model, and the dtype that a model computes in."""
 
+import json
 from pathlib import Path
 
 from entropic_jax.parameter_tables.table import short
@@ -8,6 +9,7 @@ from ..request import RequestError
 
 EMBEDDED = Path(__file__).resolve().parents[2] / "models" / "embedded"
 """The model that ships with the package."""
+CONVERTED = "converted.json"  # of a converted checkpoint, see `models.converted`
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 """The values of `--dtype`."""
 QUANTIZATIONS = ("int8", "int4", "int4-128", "fp8")
@@ -23,11 +25,23 @@ def check_directory(model: Path) -> None:
         )
 
 
-def computing_dtype(dtype: str | None) -> str:
+def converted_dtype(model: str | Path | None) -> str | None:
+    """The dtype that a converted checkpoint says it has; None for any other directory."""
+    try:
+        stated = None if model is None else json.loads((Path(model) / CONVERTED).read_text("utf-8"))
+    except (OSError, ValueError):  # whoever loads the model says what is wrong
+        return None
+    dtype = stated.get("dtype") if isinstance(stated, dict) else None
+    return dtype if dtype in DTYPES[1:] else None
+
+
+def computing_dtype(dtype: str | None, model: str | Path | None = None) -> str:
     """The dtype that a model computes in.
 
     Args:
-        dtype: one of `DTYPES`; None or "auto" for float32 on a CPU and bfloat16 elsewhere.
+        dtype: one of `DTYPES`; None or "auto" for that of a converted checkpoint, else float32 on a CPU and
+            bfloat16 elsewhere.
+        model: the model directory.
 
     Raises:
         RequestError: it is another.
@@ -36,6 +50,8 @@ def computing_dtype(dtype: str | None) -> str:
         raise RequestError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}", "dtype")
     if dtype is not None and dtype != "auto":
         return dtype
+    if (stored := converted_dtype(model)) is not None:
+        return stored
     import jax
 
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"

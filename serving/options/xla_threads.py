@@ -13,6 +13,8 @@ from pathlib import Path
 
 from entropic_jax.models.block_spec import AttentionSpec, ExpertsSpec
 
+from .model import converted_dtype
+
 VARIABLE = "NPROC"
 PLATFORMS = "JAX_PLATFORMS"
 
@@ -34,7 +36,9 @@ def limit_xla_threads(
     """
     if VARIABLE in os.environ or divided or accelerators():
         return
-    if dtype not in (None, "auto", "float32") or method not in (None, "dense"):
+    if dtype in (None, "auto"):
+        dtype = converted_dtype(model)
+    if dtype not in (None, "float32") or method not in (None, "dense"):
         return
     from entropic_jax import cpu_runtime
     from entropic_jax.models.decoder import blocks

@@ -29,7 +29,7 @@ def report(directory: str, options: dict[str, Any]) -> dict[str, Any]:
             "preemptions": engine.scheduler.preemptions,
             "drafting": any(key[0] == "decode" and key[-1] for key in engine.programs._compiled),
             "devices": len(engine.device_ids()),
-            "share_read": sum(size for size, _ in read) / sum(size for _, size in read),
+            "share_read": sum(size for size, _ in read) / max(1, sum(size for _, size in read)),
         }
 
 

@@ -109,6 +109,29 @@ def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible,
     assert several["drafting"] == (preset == "meso"), "no launch drafted, or one that should not"
 
 
+@pytest.mark.slow
+def test_two_processes_convert_a_model_that_any_number_loads(divisible, environment, tmp_path):
+    output, port = str(tmp_path / "converted"), free_port()
+    command = [sys.executable, "-m", "entropic_jax", "convert", "--model", divisible, "--output", output]
+    command += ["--dtype", "float32", "--tensor-parallel-size", "2", "--num-processes", "2"]
+    command += ["--coordinator-address", f"127.0.0.1:{port}"]
+    for name in ("convert", "alone", "together", "one"):
+        (tmp_path / name).mkdir()
+    with started(
+        [[*command, "--process-id", str(number)] for number in range(2)],
+        {**environment, "XLA_FLAGS": virtual_devices(1)},
+        tmp_path / "convert",
+    ) as running:
+        assert statuses(running, SECONDS) == [0, 0], (tmp_path / "convert" / "0.err").read_text()[-3000:]
+    for number in range(2):  # each has written shards of its own
+        assert any(Path(output, "weights", f"ocdbt.process_{number}", "d").iterdir())
+    run = lambda path, processes, folder: tokens_of(
+        path, processes, 2 // processes, environment, tmp_path / folder, preset="off"
+    )["tokens"]
+    expected = run(divisible, 1, "alone")
+    assert run(output, 2, "together") == expected and run(output, 1, "one") == expected
+
+
 def servers(directory: str, port: int, num_processes: int = 2, *options: str) -> list[list[str]]:
     """The commands of a server's processes."""
     sizes = [
