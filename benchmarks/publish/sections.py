@@ -13,6 +13,7 @@ from ..harness.paths import RESULTS
 from ..harness.publishing import section_text
 
 ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
+NOT_MEASURED = "Not measured yet."
 DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-narrow")]
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
@@ -30,7 +31,9 @@ FILES = {  # benchmarks whose section comes from one file
     "serving.interference": "interference-intel-xeon-processor.json",
     "soak": "soak-amd-epyc.json",
     "speculation": "speculation-intel-xeon-processor.json",
+    "speculation.lengths": "lengths-amd-epyc.json",
     "speculation.lossless": "lossless-amd-epyc.json",
+    "speculation.signals": "signals-amd-epyc.json",
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",
     "start_up.loading": "loading-intel-xeon-processor.json",
@@ -53,7 +56,10 @@ def read(file: Path) -> dict[str, Any]:
 
 def sections() -> dict[str, str]:
     """The Markdown of each benchmark's section, by its name."""
-    texts = {name: section_text(report, read(file)) for name, (report, file) in REPORTS.items()}
+    texts = {
+        name: section_text(report, read(file)) if file.exists() else NOT_MEASURED
+        for name, (report, file) in REPORTS.items()
+    }
     texts["ablation"] = section_text(ABLATION_REPORT, ABLATION_REPORT.load(ABLATION))
     texts["decode"] = "\n\n".join(section_text(DECODE_REPORT, read(file)) for file in DECODE)
     return texts
