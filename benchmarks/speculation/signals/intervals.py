@@ -42,7 +42,7 @@ def auc_interval(scores: Sequence[np.ndarray], positive: Sequence[np.ndarray], s
     Args:
         scores: float `[cases]` of each text.
         positive: bool `[cases]` of each text.
-        seed: of the resampling.
+        seed: the seed of the resampling.
     """
     pooled = np.concatenate(list(scores))
     value = auc(pooled, np.concatenate(list(positive)))
@@ -94,7 +94,7 @@ def ratio_interval(above: Sequence[float], below: Sequence[float], seed: int = 0
     Args:
         above: the terms of the numerator, one a text.
         below: the terms of the denominator.
-        seed: of the resampling.
+        seed: the seed of the resampling.
     """
     a, b = np.asarray(above, float), np.asarray(below, float)
     value = float(a.sum() / b.sum())

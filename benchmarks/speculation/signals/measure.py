@@ -125,7 +125,7 @@ def replayed(speculator: Speculator, drafter: str, record: Record, drafts: Draft
     """A text under the law.
 
     Args:
-        speculator: of `law_of`.
+        speculator: the result of `law_of`.
         drafter: the name of the drafter.
         record: the records of the text.
         drafts: the same with costs.
@@ -296,7 +296,7 @@ def pass_costs(
         return costs, results["cpu"]
     stored = json.loads(options.costs.read_text("utf-8"))
     numbers = stored.get("costs") if isinstance(stored.get("costs"), dict) else stored["law"]
-    values = {name: tuple(x) if isinstance(x, list) else x for name, x in numbers.items()}
+    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in numbers.items()}
     return PassCosts(**values), f"{stored['cpu']}, measured {stored['date']}"
 
 

@@ -48,7 +48,9 @@ class PrunedRecorder(PrunedDrafter):
         drafted = super().step(model, batch, began)
         if self.statistic == ENTROPY:
             return drafted
-        return _with_surprisal_of_top(drafted, model.decoder.logits(model.params, drafted.state.features))
+        features = drafted.state.features
+        assert features is not None, "a headed model keeps what each token is drawn from"
+        return _with_surprisal_of_top(drafted, model.decoder.logits(model.params, features))
 
     def probability(self, entropy: jax.Array) -> jax.Array:
         """The statistic as a number in (0, 1]: exp(−H), or the top probability."""
@@ -63,7 +65,8 @@ class HeadRecorder(HeadDrafter):
 
     def step(self, model: ControlledModel, batch: Batch, began: Batch) -> DraftedToken:
         """See `AutoregressiveDrafter`."""
-        drafted, decoder, params = super().step(model, batch, began), model.decoder, model.params
+        drafted, params = super().step(model, batch, began), model.params
+        decoder: Any = model.decoder
         if self.statistic == ENTROPY:
             return drafted
         logits = decoder.head.logits(params.target, params.draft, drafted.state.features)
@@ -134,14 +137,15 @@ def record(
     emission = Speculator(suffix, draft_length(1, widths=(1,)))
     none = jnp.zeros((1, k), jnp.int32), jnp.zeros(1, jnp.int32), jnp.zeros((1, k), jnp.float32)
     nothing = PassPlan(Draft(*none), none[1], jnp.int32(0))
+    recorded: dict[str, Any] = {"suffix": suffix, **drafters}
 
-    def advance(state: State, _: None) -> tuple[State, Step]:
+    def advance(state: State, scanned: None) -> tuple[State, Step]:
         rows, state, batch = gather_active(state, None, k)
         model = ControlledModel(decoder, params, take_rows(chain(), rows))
         room = rows.gather(state.cache.granted) * state.cache.page_size
         most = jnp.maximum(jnp.minimum(room, batch.state.limit) - batch.state.length - 1, 0)
-        drafting, drafts = batch, {}
-        for name, drafter in {"suffix": suffix, **drafters}.items():
+        drafting, drafts = batch, dict[str, Draft]()
+        for name, drafter in recorded.items():
             drafting, draft = drafter.draft(model, drafting, most)
             drafts[name] = Draft(draft.tokens[0], draft.num_tokens[0], draft.acceptance[0])
         before = batch.state

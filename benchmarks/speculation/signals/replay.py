@@ -5,7 +5,7 @@ The functions are the product's. Only the step of the drafter is replaced, by wh
 
 import dataclasses
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,19 +88,19 @@ def _pass(
         accepted: int32 `[]`, tokens that the draft begins with and the text has.
         most_tokens: k.
     """
-    none = dict.fromkeys(State._fields)
-    zero = jnp.zeros(1)
+    none: dict[str, Any] = dict.fromkeys(State._fields)
+    zero, absent = jnp.zeros(1), cast(Any, None)
     state: Any = State(**none)._replace(  # what drafters and law read
         token=jnp.zeros(1, jnp.int32),
         length=length[None],
         evicted=jnp.zeros(1, jnp.int32),
         limit=(length + room + 1)[None],
         status=jnp.full(1, RUNNING),
-        cache=Cache((), *(None,) * (len(Cache._fields) - 1)),
+        cache=Cache((), *(absent,) * (len(Cache._fields) - 1)),
         ledger=Ledger(*(zero,) * len(Ledger._fields)),
         speculation=shift[None, None],
     )
-    model: Any = ControlledModel(None, None, None)
+    model = ControlledModel(absent, absent, absent)
     _, plan = draft(speculator, model, Batch(state, jnp.ones(1, bool)), state.limit, None)
     hits = jnp.minimum(accepted[None], plan.num_drafted)
     return plan, speculator.law.learn(plan.draft, shift[None], plan.num_drafted, hits)[0]

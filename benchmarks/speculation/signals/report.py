@@ -41,9 +41,9 @@ def _cell(cell: dict[str, Any]) -> list[str]:
     return [cell["drafter"], str(cell["context"]), str(cell["temperature"]), str(len(cell["texts"]))]
 
 
-def _interval(value: Interval, digits: int = 2) -> str:
-    """A value with its interval: `0.79 (0.75–0.83)`."""
-    if math.isnan(value.value):
+def _interval(value: Interval | None, digits: int = 2) -> str:
+    """A value with its interval: `0.79 (0.75–0.83)`; a dash where there is none."""
+    if value is None or math.isnan(value.value):
         return NONE
     if math.isnan(value.low):
         return f"{value.value:.{digits}f}"
@@ -120,7 +120,7 @@ def rates(results: dict[str, Any], size: str) -> Table:
         lengths = "/".join(str(rule[0]) for rule in of_size["chosen"][FIXED])
         plain = cell["tokens"] * len(cell["texts"]) / sum(of_size["seconds"][FIXED])
         gains = [gain(cell, size, rule, FIXED) for rule in RULES]
-        cells = [NONE if g is None else _interval(g, 3) for g in gains]
+        cells = [_interval(g, 3) for g in gains]
         against = gain(cell, size, signal_of(cell["drafter"]), SHUFFLED)
         rows.append([*_cell(cell), lengths, f"{plain:.0f}", *cells, _interval(against, 3)])
     header = ["drafter", "context", "T", "texts", "fixed length", "fixed, tokens/s", *RULES]
@@ -140,7 +140,7 @@ def summary(results: dict[str, Any]) -> Table:
         for size in SIZES:
             pairs = (signal, FIXED), (signal, SHUFFLED), (SHUFFLED, FIXED), (LAW, FIXED), (ORACLE, FIXED)
             values = [pooled(cells, size, *pair) for pair in pairs]
-            rows.append([drafter, signal, SIZES[size], *(_interval(v, 3) for v in values if v is not None)])
+            rows.append([drafter, signal, SIZES[size], *(_interval(v, 3) for v in values)])
     header = [
         "drafter",
         "signal",
@@ -168,11 +168,10 @@ def verdict(results: dict[str, Any], size: str) -> str:
     for drafter in dict.fromkeys(cell["drafter"] for cell in results["cells"]):
         cells = [cell for cell in results["cells"] if cell["drafter"] == drafter]
         signal = signal_of(drafter)
-        over = [pooled(cells, size, signal, base) for base in (FIXED, SHUFFLED)]
-        if all(value is not None and value.low > 1 for value in over):
-            parts.append(
-                f"{drafter}: the {signal} gains {100 * (over[0].value - 1):.1f} % over a fixed length"
-            )
+        over, real = pooled(cells, size, signal, FIXED), pooled(cells, size, signal, SHUFFLED)
+        if over is not None and real is not None and min(over.low, real.low) > 1:
+            gained = f"{100 * (over.value - 1):.1f} %"
+            parts.append(f"{drafter}: the {signal} gains {gained} over a fixed length")
         else:
             parts.append(f"{drafter}: no gain by the {signal} is shown")
     return f"With passes of {SIZES[size]} tokens, over all cells: {'; '.join(parts)}."

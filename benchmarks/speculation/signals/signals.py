@@ -87,10 +87,13 @@ def drafts_of(drafter: str, text: list[int], steps: Step, positions: int, seed: 
     tokens, offered = np.asarray(first.tokens)[:positions], np.asarray(first.num_tokens)[:positions]
     stated = np.asarray(first.acceptance, float)[:positions]
     index = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    previous = np.broadcast_to(steps.previous_entropy[:positions, None], tokens.shape)
-    signals = {POSITION: -index.astype(float)}
+    previous = np.broadcast_to(np.asarray(steps.previous_entropy)[:positions, None], tokens.shape)
+    signals: dict[str, np.ndarray] = {POSITION: -index.astype(float)}
     if drafter == SUFFIX:
-        signals |= {MATCH: steps.matched[:positions, None] + index.astype(float), PREVIOUS: -previous}
+        signals |= {
+            MATCH: np.asarray(steps.matched)[:positions, None] + index.astype(float),
+            PREVIOUS: -previous,
+        }
     else:
         entropy = -np.log(np.maximum(stated, 1e-30))
         top = np.asarray(steps.drafts[f"{drafter} {TOP}"].acceptance, float)[:positions]
