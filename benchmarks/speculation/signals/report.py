@@ -79,7 +79,7 @@ def gain(cell: dict[str, Any], size: str, rule: str, base: str) -> Interval | No
 
     Args:
         cell: the results of a drafter, a context and a temperature.
-        size: of passes, `COMPILED` or `EVERY`.
+        size: the sizes of passes, `COMPILED` or `EVERY`.
         rule: the name of the rule.
         base: the name of the rule that it is compared with.
     """
@@ -94,7 +94,7 @@ def pooled(cells: list[dict[str, Any]], size: str, rule: str, base: str) -> Inte
 
     Args:
         cells: the cells.
-        size: of passes, `COMPILED` or `EVERY`.
+        size: the sizes of passes, `COMPILED` or `EVERY`.
         rule: the name of the rule.
         base: the name of the rule that it is compared with.
     """
@@ -162,7 +162,7 @@ def verdict(results: dict[str, Any], size: str) -> str:
 
     Args:
         results: raw measurements.
-        size: of passes, `COMPILED` or `EVERY`.
+        size: the sizes of passes, `COMPILED` or `EVERY`.
     """
     parts = []
     for drafter in dict.fromkeys(cell["drafter"] for cell in results["cells"]):
@@ -194,7 +194,8 @@ def notes(results: dict[str, Any]) -> list[str]:
         "*draft entropy*, *top probability*: of the draft's distribution. *AdaEDL*: 1 − √(0.2 H) (Agrawal, "
         "Jeon and Lee 2024, arXiv 2410.18351), which orders tokens as H does. *previous entropy*: of the "
         "draft's token before, or of the model's at the first token (the suffix drafter: always). "
-        "*shuffled*: the entropy, or match length, of another draft of the same text, mean of five."
+        "*shuffled*: the entropy, or match length, of another draft of the same text, at the same place in "
+        "it, mean of five; what it predicts, the text and the place in a draft predict."
     )
     rules = (
         "As a rule, a draft ends where the signal, or the product of calibrated probabilities, falls below "
