@@ -8,8 +8,9 @@ import jax
 import numpy as np
 import pytest
 
+from benchmarks.harness.paths import RESULTS
 from benchmarks.speculation.lengths.fixed import FixedLength, endless
-from benchmarks.speculation.signals.measure import Costs, law_of, priced, replayed
+from benchmarks.speculation.signals.measure import Costs, law_of, pass_costs, priced, replayed
 from benchmarks.speculation.signals.names import (
     DRAFT_ENTROPY,
     HEAD,
@@ -157,3 +158,20 @@ def test_a_draft_is_accepted_as_far_as_the_text_has_it():
     text = np.array([5, 6, 7, 8, 9])
     tokens = np.array([[5, 6, 0], [6, 7, 8], [0, 8, 9]])
     assert num_accepted(tokens, np.array([3, 2, 3]), text).tolist() == [2, 2, 0]
+
+
+def test_costs_are_taken_from_stored_results_and_ascend_with_the_size_of_a_pass():
+    options: Any = SimpleNamespace(costs=RESULTS / "speculation-intel-xeon-processor.json")
+    passes, machine = pass_costs(options, headed()[0], {})
+    assert passes.valid() and "Xeon" in machine
+    compiled, every = (Costs(passes, sizes) for sizes in (SIZES, tuple(range(1, MOST_TOKENS + 2))))
+    length = np.array([512, 7936])
+    seconds = compiled.verify_seconds(length)
+    assert seconds.shape == (2, MOST_TOKENS + 1) and (seconds[1] > seconds[0]).all()
+    # Five tokens and the last one take a pass of eight where there is none of six.
+    assert (seconds[:, 5] == seconds[:, 7]).all() and (seconds[:, 3] < seconds[:, 4]).all()
+    exact = every.verify_seconds(length)
+    assert (np.diff(exact, axis=1) > 0).all() and (exact <= seconds + 1e-9).all()
+    np.testing.assert_allclose(exact[:, [0, 1, 3, 7, 15]], seconds[:, [0, 1, 3, 7, 15]], rtol=1e-5)
+    steps = {name: compiled.step_seconds(name, length) for name in (SUFFIX, PRUNED, HEAD)}
+    assert (steps[SUFFIX] == 0).all() and (steps[HEAD] < steps[PRUNED]).all()
