@@ -33,6 +33,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "speculation.lengths": "speculation.md",
     "speculation.lossless": "speculation.md",
     "speculation.signals": "speculation.md",
+    "speculation.tasks": "speculation.md",
     "stability": "stability.md",
     "start_up": "start-up.md",
     "start_up.loading": "start-up.md",

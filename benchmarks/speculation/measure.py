@@ -3,6 +3,7 @@
 import argparse
 import os
 import time
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
@@ -15,7 +16,7 @@ from entropic_jax import allocate, chain, generate, models, parameters, start
 from entropic_jax.parameter_tables.speculation_names import AUTO
 from entropic_jax.phases.batch import Batch
 from entropic_jax.serving.options import draft_model
-from entropic_jax.speculation import Draft, HeadedDecoder, Speculator
+from entropic_jax.speculation import Draft, HeadedDecoder, PassCosts, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.speculation.pass_timing import SHORT, measure_pass_costs
 from entropic_jax.speculation.pruned import WINDOW
@@ -147,12 +148,8 @@ class Continuation:
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     pin_to_cores(options.threads)
-    results: dict[str, Any] = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
-    results |= {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": "float32"}
-    results |= {"costs": [], "rates": []}
-    model, tokenizer = models.load(options.model, "float32", blocked=True), options.model / "tokenizer.json"
-    model = draft_model.load(model, AUTO, "float32", path=options.model)  # with its draft head, if any
-    headed = isinstance(model.decoder, HeadedDecoder)
+    results: dict[str, Any] = {**describe(options, console), "costs": [], "rates": []}
+    model, tokenizer = load(options.model), options.model / "tokenizer.json"
     held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]
     shortest = min(options.contexts)
     cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
@@ -166,15 +163,11 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             seconds = pass_seconds(model, prompt, options.repeat)
             results["costs"].append({"context": context, "seconds": {str(n): s for n, s in seconds.items()}})
             progress.advance(task)
-        # The law has the costs that the engine would measure.
-        longest = max(2 * SHORT, *options.contexts)
-        costs = measure_pass_costs(
-            model.decoder, model.params, most_tokens=max(WIDTHS), context=longest, pages=WINDOW
-        )
+        costs = pass_costs(model, max(options.contexts))
         results["law"] = costs._asdict()
 
         def speculators():
-            return arms(costs, headed)
+            return arms(costs, has_head(model))
 
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
@@ -189,6 +182,41 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         progress.update(task, description="batches")
         results["batches"] = batches.measure(options, lambda: progress.advance(task))
     return results
+
+
+def describe(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """When, where and with which model a run is made.
+
+    Args:
+        options: the options of the command.
+        console: where a warning is shown.
+    """
+    run = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
+    return run | {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": "float32"}
+
+
+def load(folder: Path) -> models.Model:
+    """The model of a directory in float32, with its draft head if it has one."""
+    model = models.load(folder, "float32", blocked=True)
+    return draft_model.load(model, AUTO, "float32", path=folder)
+
+
+def has_head(model: models.Model) -> bool:
+    """Whether the model has a draft head."""
+    return isinstance(model.decoder, HeadedDecoder)
+
+
+def pass_costs(model: models.Model, context: int) -> PassCosts:
+    """The costs that the engine would measure for one row.
+
+    Args:
+        model: the model that runs the passes.
+        context: tokens of the longest prompt.
+    """
+    longest = max(2 * SHORT, context)
+    return measure_pass_costs(
+        model.decoder, model.params, most_tokens=max(WIDTHS), context=longest, pages=WINDOW
+    )
 
 
 def num_texts(options: argparse.Namespace, context: int) -> int:
@@ -208,6 +236,7 @@ def compare(
     temperature: float,
     speculators: dict[str, Any],
     first: int,
+    reference: list[int] | None = None,
 ) -> dict[str, Any]:
     """One prompt, continued by every arm: their measurements, and whether the text loops.
 
@@ -220,6 +249,7 @@ def compare(
         temperature: the temperature of the sampling.
         speculators: by the name of the arm; that of "off" is None.
         first: number of the arm that begins.
+        reference: the text that every arm is compared with; None is that of "off".
     """
     names = list(speculators)
     names = names[first % len(names) :] + names[: first % len(names)]
@@ -229,9 +259,11 @@ def compare(
             text.advance()
     results = {name: texts[name].result() for name in speculators}
     plain = results["off"]["text"]
+    reference = plain if reference is None else reference
     for result in results.values():
         text = result.pop("text")
-        pairs = enumerate(zip(text, plain, strict=False))
-        result["equal"] = next((i for i, (token, other) in pairs if token != other), len(plain))
+        pairs = enumerate(zip(text, reference, strict=False))
+        length = min(len(text), len(reference))
+        result["equal"] = next((i for i, (token, other) in pairs if token != other), length)
         result["tokens"] = len(text)
     return {"loops": loops(plain), "arms": results}

@@ -14,6 +14,8 @@ MEASURED_CODE = (
     "models/layers.py",
     "serving/engine",
 )
+COUNTS = ("tokens", "passes", "drafted", "accepted")
+ARM_HEADER = ("speed ÷ off, median (range)", "tokens a pass", "accepted ÷ verified")
 
 
 def tables(results: dict[str, Any]) -> list[Table]:
@@ -35,20 +37,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
         greedy = cell[2] == 0  # most greedy texts loop
         kept = [entry for entry in entries if greedy or not entry["loops"]] or entries
         for name in kept[0]["arms"]:
-            ratios = [e["arms"]["off"]["seconds"] / e["arms"][name]["seconds"] for e in kept]
-            total = {
-                key: sum(e["arms"][name][key] for e in kept)
-                for key in ("tokens", "passes", "drafted", "accepted")
-            }
             compared = sum(e["arms"][name]["equal"] for e in entries)
             equal = sum(e["arms"][name]["equal"] >= e["arms"]["off"]["tokens"] for e in entries)
             rows.append(
                 [
                     *map(str, cell),
                     name,
-                    f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
-                    f"{total['tokens'] / max(1, total['passes']):.2f}",
-                    f"{total['accepted'] / total['drafted']:.2f}" if total["drafted"] else "–",
+                    *arm_columns(kept, name),
                     f"{equal} of {len(entries)} ({compared} tokens)",
                     f"{len(entries) - len(kept)}",
                 ]
@@ -58,15 +53,42 @@ def tables(results: dict[str, Any]) -> list[Table]:
         "context",
         "T",
         "drafts",
-        "speed ÷ off, median (range)",
-        "tokens a pass",
-        "accepted ÷ verified",
+        *ARM_HEADER,
+        "texts equal to off",
+        "looped, left out",
     ]
-    header += ["texts equal to off", "looped, left out"]
     result_tables.append(("Decoding, one sequence", header, rows))
     if results.get("batches"):
         result_tables.append(_batches(results["batches"]))
     return result_tables
+
+
+def arm_columns(entries: list[dict[str, Any]], name: str) -> list[str]:
+    """What `ARM_HEADER` names, of an arm: its speed, what a pass emits, and what it accepts.
+
+    Args:
+        entries: texts, as `measure.compare` returns them.
+        name: the name of the arm.
+    """
+    arms = [entry["arms"][name] for entry in entries]
+    ratios = [e["arms"]["off"]["seconds"] / arm["seconds"] for e, arm in zip(entries, arms, strict=True)]
+    return [spread(ratios), *pass_columns(arms)]
+
+
+def spread(ratios: list[float]) -> str:
+    """The median of ratios, and their range."""
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})"
+
+
+def pass_columns(counts: list[dict[str, Any]]) -> list[str]:
+    """Tokens a pass, and the share of the verified drafts that were accepted.
+
+    Args:
+        counts: the `COUNTS` of each text.
+    """
+    total = {key: sum(count[key] for count in counts) for key in COUNTS}
+    accepted = f"{total['accepted'] / total['drafted']:.2f}" if total["drafted"] else "–"
+    return [f"{total['tokens'] / max(1, total['passes']):.2f}", accepted]
 
 
 def _batches(cells: list[dict[str, Any]]) -> Table:
@@ -79,7 +101,7 @@ def _batches(cells: list[dict[str, Any]]) -> Table:
             [
                 *(str(cell[key]) for key in ("text", "rows", "context", "temperature")),
                 f"{statistics.median(plain):.0f}",
-                f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})",
+                spread(ratios),
                 f"{cell['equal']} of {cell['texts']}",
                 f"{cell['loops']}",
             ]

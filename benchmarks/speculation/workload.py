@@ -1,5 +1,6 @@
 """Prompts of held-out text, and the arms that continue them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,13 +54,14 @@ def loops(tokens: list[int]) -> bool:
     return len(last) == LOOP_WINDOW and len(set(zip(last[1:], last, strict=False))) < LOOP_PAIRS
 
 
-def arms(costs: PassCosts, headed: bool) -> dict[str, Speculator | None]:
+def arms(costs: PassCosts, headed: bool, names: Sequence[str] = ARMS) -> dict[str, Speculator | None]:
     """The speculators by name; None is plain decoding, the baseline.
 
     Args:
         costs: the costs of a pass on this machine.
         headed: whether the model has a draft head.
+        names: the names of the arms.
     """
-    names = [name for name in ARMS if headed or name != HEAD]
-    drafted = {name: max(WIDTHS) - 1 if name != OFF else None for name in names}
+    possible = [name for name in names if headed or name != HEAD]
+    drafted = {name: max(WIDTHS) - 1 if name != OFF else None for name in possible}
     return {name: make_speculator(name, 1, k, costs, headed) for name, k in drafted.items()}

@@ -39,6 +39,7 @@ def test_all_are_there():
         "speculation.lengths",
         "speculation.lossless",
         "speculation.signals",
+        "speculation.tasks",
         "stability",
         "start_up",
         "start_up.loading",
