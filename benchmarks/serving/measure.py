@@ -13,10 +13,11 @@ from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.measures import first_token, summary
 from entropic_jax.serving.bench.prompts import Prompts
 
+from ..harness.baselines.float32_model import write_float32
 from ..harness.baselines.pool import EngineError, EnginePool
 from ..harness.held_out_text import module_tokens
 from ..harness.server_process import ServerProcess, ours, running
-from .workload import TextPrompts, drive, engine_state, sustained, write_model
+from .workload import TextPrompts, drive, engine_state, sustained
 
 STUDIES = ("throughput", "latency", "load")
 CONCURRENCY = 64
@@ -27,7 +28,7 @@ class ServingBenchmark:
 
     def __init__(self, options: argparse.Namespace, work: Path) -> None:
         self.options, self.quick = options, options.quick
-        self.work = write_model(options.model, work)
+        self.work = write_float32(options.model, work)
         self.model = self.work / "huggingface"
         self.tokens = module_tokens(options.model / "tokenizer.json")
         interpreters = {"llamacpp": options.llamacpp_python}

@@ -2,33 +2,15 @@
 
 import asyncio
 import json
-import shutil
 import urllib.request
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.client import Outcome, Target
 from entropic_jax.serving.bench.connection import Pool
 from entropic_jax.serving.bench.load import closed_loop, open_loop, warm_up
 from entropic_jax.serving.bench.prompts import Prompts
-
-
-def write_model(model: Path, work: Path) -> Path:
-    """The model as a Hugging Face directory in float32, for engines that read no bfloat16."""
-    import ml_dtypes  # noqa: F401  # teaches NumPy bfloat16
-    from safetensors.numpy import load_file, save_file
-
-    directory = work / "huggingface"
-    if not (directory / "config.json").exists():
-        directory.mkdir(parents=True, exist_ok=True)
-        weights = {k: v.astype(np.float32) for k, v in load_file(model / "model.safetensors").items()}
-        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-        for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
-            shutil.copy(model / name, directory / name)
-    return work
 
 
 class TextPrompts(Prompts):

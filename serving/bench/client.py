@@ -26,10 +26,12 @@ class Outcome:
     chunks: list[tuple[float, int]] = field(default_factory=list)
     error: str | None = None  # its kind; None if the request succeeded
     detail: str = ""  # the server's error message
+    text: str = field(default="", repr=False)
 
     def as_json(self, start: float) -> dict[str, Any]:
-        """A JSON object; times are relative to `start`."""
+        """A JSON object without the text; times are relative to `start`."""
         tree = asdict(self)
+        del tree["text"]
         for name in ("due", "sent", "ended"):
             tree[name] = round(tree[name] - start, 6)
         tree["chunks"] = [[round(when - start, 6), tokens] for when, tokens in self.chunks]
@@ -122,7 +124,9 @@ def note(event: dict[str, Any], outcome: Outcome, timestamp: float) -> None:
     usage = event.get("usage") or {}
     if choices := event.get("choices"):
         # A chunk without text may only name the finish reason, or hold tokens that complete no character.
-        spoken = bool(choices[0].get("text"))
+        text = choices[0].get("text") or ""
+        outcome.text += text
+        spoken = bool(text)
         counted = usage.get("completion_tokens")
         new = int(spoken) if counted is None else counted - outcome.output_tokens
         if new > 0 or spoken:

@@ -5,7 +5,7 @@ of them; only numpy must be there. `weights` puts the weights where they are rea
 """
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Ours:
     """`entropic_jax` with the null controller: `decode` is one launch of the compiled loop."""
 
     launch = 128  # most steps of a launch
+    speculator: Any = None  # drafts nothing
 
     def __init__(self, directory: Path, threads: int, precision: str) -> None:
         import jax
@@ -74,6 +75,7 @@ class Ours:
             key=self.key,
             max_tokens=self.capacity - context,
             sample=self.library.parameters(rows, temperature=0.0),
+            speculator=self.speculator,
         )
         self.tokens_read = prompts.size
         return self.decode(1)[:, 0]

@@ -14,6 +14,7 @@ class OpenVINO:
     """OpenVINO GenAI's continuous batching, stepped by hand; all prompts are read before any row decodes."""
 
     block = 32  # tokens of a KV block on the CPU device
+    spare = 1  # KV blocks for each that the rows need
 
     def __init__(self, directory: Path, threads: int, precision: str) -> None:
         import openvino
@@ -30,20 +31,25 @@ class OpenVINO:
         }
         weights = {"int8": "int8 (columns)", "int4": "int4 (of 32; embedding int8)"}
         self.detail = "" if exact else f"{weights.get(precision, 'f32')} weights, bf16 products, f16 KV"
+        self.drafting: dict[str, Any] = {}  # fields of every request, about drafts
         self.handles: list[Any] = []
 
     def open(self, batch: int, capacity: int) -> None:
         self.handles, self.pipeline = [], None
         gc.collect()
         scheduler = self.genai.SchedulerConfig()
-        scheduler.num_kv_blocks = batch * -(-capacity // self.block) + batch
+        scheduler.num_kv_blocks = self.spare * (batch * -(-capacity // self.block) + batch)
         scheduler.max_num_batched_tokens = max(capacity, 2048)
         scheduler.dynamic_split_fuse = False  # prompts first, so that all rows start to decode together
         scheduler.enable_prefix_caching = False
         self.capacity = capacity
         self.pipeline: Any = self.genai.ContinuousBatchingPipeline(
-            self.model, scheduler, "CPU", self.properties
+            self.model, scheduler, "CPU", self._pipeline_properties()
         )
+
+    def _pipeline_properties(self) -> dict[str, Any]:
+        """The properties of a pipeline."""
+        return self.properties
 
     def prefill(self, prompts: np.ndarray) -> np.ndarray:
         for handle in self.handles:
@@ -51,7 +57,7 @@ class OpenVINO:
         while self.handles and self.pipeline.has_non_finished_requests():
             self.pipeline.step()
         config = self.genai.GenerationConfig(
-            max_new_tokens=self.capacity - prompts.shape[1], do_sample=False, ignore_eos=True
+            max_new_tokens=self.capacity - prompts.shape[1], do_sample=False, ignore_eos=True, **self.drafting
         )
         config.set_eos_token_id(0)  # some end must be named, and is then ignored
         self.handles = [
@@ -63,9 +69,10 @@ class OpenVINO:
         return self.decode(1)[:, 0]
 
     def decode(self, steps: int) -> np.ndarray:
-        goal = self.taken + steps
+        goal, self.passes = self.taken + steps, 0
         while min(map(len, self.tokens)) < goal:
             self.pipeline.step()
+            self.passes += 1
             for handle, tokens in zip(self.handles, self.tokens, strict=True):
                 while handle.can_read():
                     for output in handle.read().values():

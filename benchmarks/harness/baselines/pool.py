@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..paths import ROOT
-from .engines import ENGINES
+from .drafting_engines import EVERY_ENGINE
 from .weights import conversion_of, library_of
 
 
@@ -96,7 +96,7 @@ class EnginePool:
 
     def prepare(self, engine: str) -> None:
         """Convert the weights for an engine, if that has not been done; raises EngineError."""
-        name = conversion_of(library_of(engine), ENGINES[engine][1])
+        name = conversion_of(library_of(engine), EVERY_ENGINE[engine][1])
         if (self.directory / name).exists():
             return
         command = [*self.command(engine), "--prepare"]

@@ -101,7 +101,20 @@ def write_openvino(directory: Path, precision: str) -> None:
     )
     name = conversion_of("openvino", precision)
     exported.save_pretrained(directory / f"{name}.part")
+    if (directory / "huggingface" / "tokenizer.json").exists():
+        write_openvino_tokenizer(directory / "huggingface", directory / f"{name}.part")
     (directory / f"{name}.part").rename(directory / name)
+
+
+def write_openvino_tokenizer(source: Path, target: Path) -> None:
+    """Convert a tokenizer, which a pipeline with a draft model must have even where it gets token ids."""
+    import openvino
+    from openvino_tokenizers import convert_tokenizer
+    from transformers import AutoTokenizer
+
+    converted = convert_tokenizer(AutoTokenizer.from_pretrained(source), with_detokenizer=True)
+    for name, model in zip(("tokenizer", "detokenizer"), converted, strict=True):
+        openvino.save_model(model, target / f"openvino_{name}.xml")
 
 
 def write_vocabulary(writer: Any, file: Path, size: int) -> None:

@@ -13,17 +13,19 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ..cores import pin_to_cores
-from .engines import ENGINES, Engine
+from .drafting_engines import EVERY_ENGINE
+from .engines import Engine
 from .weights import CONVERSIONS, library_of
 
 
-def serve(engine_class: type, precision: str, directory: Path, threads: int) -> None:
+def serve(engine_class: Callable[..., Any], precision: str, directory: Path, threads: int) -> None:
     """Answer commands `{"method": name, "arguments": [...]}` from standard input until it ends.
 
     An argument that is a string names a .npy file. Answers go to the original standard output; whatever the
@@ -53,9 +55,8 @@ def serve(engine_class: type, precision: str, directory: Path, threads: int) -> 
             tokens = function(*arguments)
             seconds = time.perf_counter() - begin
             listed = None if tokens is None else np.asarray(tokens).tolist()
-            answer(
-                seconds=seconds, tokens=listed, detail=engine.detail, read=getattr(engine, "tokens_read", 0)
-            )
+            counts = {"read": getattr(engine, "tokens_read", 0), "passes": getattr(engine, "passes", None)}
+            answer(seconds=seconds, tokens=listed, detail=engine.detail, **counts)
     except Exception as error:
         traceback.print_exc()
         answer(error=f"{type(error).__name__}: {error}".splitlines()[0])
@@ -65,12 +66,12 @@ def serve(engine_class: type, precision: str, directory: Path, threads: int) -> 
 def main() -> None:
     """Run one engine, or convert the weights for it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("engine", choices=sorted(ENGINES))
+    parser.add_argument("engine", choices=sorted(EVERY_ENGINE))
     parser.add_argument("directory", type=Path, help="holds huggingface/ and what was converted from it")
     parser.add_argument("--threads", type=int, default=2, help="threads of the engine")
     parser.add_argument("--prepare", action="store_true", help="convert the weights and stop")
     arguments = parser.parse_args()
-    engine_class, precision = ENGINES[arguments.engine]
+    engine_class, precision = EVERY_ENGINE[arguments.engine]
     if arguments.prepare:
         CONVERSIONS[library_of(arguments.engine)](arguments.directory, precision)
         return

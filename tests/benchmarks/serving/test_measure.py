@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.harness.baselines.float32_model import write_float32
 from benchmarks.harness.baselines.pool import EngineError
 from benchmarks.harness.held_out_text import module_tokens
 from benchmarks.serving import report
 from benchmarks.serving.measure import STUDIES, ServingBenchmark
-from benchmarks.serving.workload import drive, write_model
+from benchmarks.serving.workload import drive
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.prompts import Prompts
 from entropic_jax.serving.options.model import EMBEDDED
@@ -47,7 +48,7 @@ class Pretended(ServingBenchmark):
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
     pytest.importorskip("ml_dtypes")
-    return write_model(EMBEDDED, tmp_path_factory.mktemp("work"))
+    return write_float32(EMBEDDED, tmp_path_factory.mktemp("work"))
 
 
 def test_the_model_in_float32_is_the_same(work):
