@@ -71,8 +71,9 @@ def test_a_wheel_of_the_version_is_not_downloaded_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(corpus.subprocess, "run", pip)
     (tmp_path / "scikit_learn-1.9.0-cp311-none-any.whl").touch()
     (tmp_path / "Jinja2-3.1.6-py3-none-any.whl").touch()
-    wheels = corpus.download(["Jinja2==3.1.6", "scikit-learn==1.9.1"], tmp_path)
-    assert [w.name.split("-")[1] for w in wheels] == ["3.1.6", "1.9.1"]
+    (tmp_path / "torch-2.13.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
+    wheels = corpus.download(["Jinja2==3.1.6", "scikit-learn==1.9.1", "torch==2.13.0"], tmp_path)
+    assert [w.name.split("-")[1] for w in wheels] == ["3.1.6", "1.9.1", "2.13.0+cpu"]
     assert commands == ["scikit-learn==1.9.1"]
 
 

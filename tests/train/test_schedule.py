@@ -3,21 +3,27 @@
 import numpy as np
 import pytest
 
-from entropic_jax.models.train.schedule import STAGES, Schedule, one_stage
+from entropic_jax.models.train.schedule import CONTINUED, STAGES, Schedule, one_stage
 
 SPEED = {256: 2900, 512: 2600, 1024: 2700, 2048: 2250, 8192: 760}  # tokens a second of two AVX-512 cores
 
 
-def test_most_of_the_time_goes_to_short_windows():
-    seconds = {stage.length: stage.share / SPEED[stage.length] for stage in STAGES}
+@pytest.mark.parametrize(("stages", "least"), [(STAGES, 0.8), (CONTINUED, 0.75)], ids=["first", "continued"])
+def test_most_of_the_time_goes_to_short_windows(stages, least):
+    seconds = {stage.length: stage.share / SPEED[stage.length] for stage in stages}
     total = sum(seconds.values())
-    assert sum(seconds[length] for length in (256, 512, 1024)) >= 0.8 * total
-    assert STAGES[-1].length == 8192 and STAGES[-1].share < 0.1
+    assert sum(seconds.get(length, 0.0) for length in (256, 512, 1024)) >= least * total
+    assert stages[-1].length == 8192 and stages[-1].share < 0.1
 
 
-def test_tasks_are_at_most_15_percent_of_the_tokens():
-    assert sum(stage.share for stage in STAGES) == pytest.approx(1.0)
-    assert sum(stage.share * stage.task_share for stage in STAGES) <= 0.15
+@pytest.mark.parametrize("stages", [STAGES, CONTINUED], ids=["first", "continued"])
+def test_tasks_are_at_most_15_percent_of_the_tokens(stages):
+    assert sum(stage.share for stage in stages) == pytest.approx(1.0)
+    assert sum(stage.share * stage.task_share for stage in stages) <= 0.15
+
+
+def test_a_run_that_goes_on_begins_without_tiny_batches():
+    assert CONTINUED[0].length > STAGES[0].length and CONTINUED[0].batch_tokens > STAGES[0].batch_tokens
 
 
 def test_windows_and_batches_never_shrink_and_the_tokens_add_up():
