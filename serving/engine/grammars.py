@@ -3,7 +3,8 @@
 A grammar that fails ends its own request and no other.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from .suffix_lookup import continuation
 # in other tokens. One of SHORT_MATCH tokens is worth a guess where the grammar forces nothing.
 LONG_MATCH, SHORT_MATCH = 4, 2
 SEARCHED = 2048  # tokens at the end of a text in which matches are sought
+MARKS_SEARCHED = 512  # tokens at its end, in which marks are sought
 
 ALL_TOKENS = np.full(1, -1, np.int32)  # one word for all of a mask
 
@@ -36,7 +38,8 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
     """Plans the next tokens of a constrained sequence: their masks and a guess of each token.
 
     Tokens to be replayed are expected as they are. Then come those that the grammar forces, or that
-    followed the longest match of the text's end earlier in it, as far as the grammar allows them.
+    followed the longest match of the text's end earlier in it, as far as the grammar allows them. Marks, such
+    as those between a key and its value, are expected as the text has written them before.
 
     Args:
         sequence: with a row.
@@ -81,7 +84,10 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
     text = [*sequence.prompt, *sequence.generated][-SEARCHED:]
     while len(tokens) < most:
         count = len(tokens)
-        for token in _proposal(text, ahead, most - count):
+        proposed, is_forced = _proposal(text, ahead, most - count, masks[-1])
+        for number, token in enumerate(proposed, 1):
+            if is_forced and number == len(proposed):
+                token = _with_what_follows(token, text, ahead.marks(), masks[-1])
             if not _contains(masks[-1], token):
                 break
             mask = _mask_after(token, ahead)
@@ -96,12 +102,60 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
     return result._replace(masks=masks, tokens=tokens, ahead=ahead)
 
 
-def _proposal(text: list[int], ahead: Grammar, most: int) -> Iterable[int]:
-    """Up to `most` tokens that are likely to follow a text."""
+def _proposal(text: list[int], ahead: Grammar, most: int, mask: np.ndarray) -> tuple[list[int], bool]:
+    """Up to `most` tokens that are likely to follow a text, and whether the grammar forces their text.
+
+    Args:
+        text: the tokens so far.
+        ahead: the state of the grammar after them.
+        most: tokens, at most.
+        mask: bits of the tokens allowed next.
+    """
     length, following = continuation(text, most)
+    if length and not _contains(mask, following[0]):
+        length = 0
     if length >= LONG_MATCH:
-        return following
-    return list(ahead.forced())[:most] or (following if length >= SHORT_MATCH else ())
+        return following, False
+    if forced := list(ahead.forced())[:most]:
+        return forced, True
+    return following if length >= SHORT_MATCH else _marks_after(text, ahead.marks(), mask), False
+
+
+def _with_what_follows(token: int, text: list[int], marks: Mapping[int, bytes], mask: np.ndarray) -> int:
+    """The latest mark of a text that begins with the forced one and may stand in its place, or the forced one.
+
+    A grammar that allows white space forces the quote that ends a key, and not the colon after it. Texts
+    write both in one token.
+
+    Args:
+        token: the last token of the forced text.
+        text: the tokens before it.
+        marks: the marks of the tokenizer.
+        mask: bits of the tokens allowed.
+    """
+    begin = marks.get(token)
+    for other in reversed(text[-MARKS_SEARCHED:] if begin else ()):
+        mark = marks.get(other, b"")
+        if len(mark) > len(begin) and mark.startswith(begin) and _contains(mask, other):
+            return other
+    return token
+
+
+def _marks_after(text: list[int], marks: Mapping[int, bytes], mask: np.ndarray) -> list[int]:
+    """The marks that followed the last mark of a text before; [] if it ends with another token.
+
+    Args:
+        text: the tokens so far.
+        marks: the marks of the tokenizer.
+        mask: bits of the tokens allowed next.
+    """
+    if text[-1] not in marks:
+        return []
+    recent = text[-MARKS_SEARCHED:]
+    for place in range(len(recent) - 2, -1, -1):
+        if recent[place] == recent[-1] and _contains(mask, recent[place + 1]):
+            return list(itertools.takewhile(marks.__contains__, recent[place + 1 : -1]))
+    return []
 
 
 def _mask_after(token: int, ahead: Grammar) -> np.ndarray | None:

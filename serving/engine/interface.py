@@ -33,8 +33,8 @@ class PromptToken(NamedTuple):
 class Grammar(Protocol):
     """A constraint on the text of one sequence, which follows its tokens.
 
-    `copy`, `forced` and `pausing` let the engine plan ahead. They change how fast a text is generated, never
-    the text; their defaults plan nothing.
+    `copy`, `forced`, `marks` and `pausing` let the engine plan ahead. They change how fast a text is
+    generated, never the text; their defaults plan nothing.
     """
 
     @property
@@ -54,6 +54,10 @@ class Grammar(Protocol):
     def forced(self) -> Sequence[int]:
         """The tokens in which the text that must come next is usually written; () if none must."""
         return ()
+
+    def marks(self) -> Mapping[int, bytes]:
+        """The texts of the tokens that are marks: printable ASCII without letters and digits; {} for none."""
+        return {}
 
     def pausing(self) -> np.ndarray | None:
         """Tokens but for which the mask stays as it is, in bits like those of `mask`.

@@ -1,7 +1,7 @@
 """Token rules: the tokens that a request allows and the words that it bans, as a `Grammar`."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,10 @@ class TokenRules(Grammar):
     def forced(self) -> Sequence[int]:
         """See `Grammar`."""
         return () if self.grammar is None else self.grammar.forced()
+
+    def marks(self) -> Mapping[int, bytes]:
+        """See `Grammar`."""
+        return {} if self.grammar is None else self.grammar.marks()
 
     def pausing(self) -> np.ndarray | None:
         """See `Grammar`: the tokens of bad words but their last, and those of the request's grammar."""

@@ -2,9 +2,10 @@
 
 import functools
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import llguidance
@@ -19,6 +20,7 @@ CACHED_GRAMMARS = 64
 # Allowed between the parts of JSON unless a schema says otherwise (`x-guidance`): a line break and indent.
 # Without a bound, some models write line breaks until max_tokens.
 WHITESPACE = r"\n? {0,16}"
+MARK = re.compile(rb"[ \n\t!-/:-@\[-`{-~]+")  # text of ASCII without letters and digits
 NO_TOKEN = "no token may come next, although the text is not complete"
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -48,6 +50,7 @@ class TextGrammar(Grammar):
         name: str,
         tokenizer: llguidance.LLTokenizer | None = None,
         pausing: np.ndarray | None = None,
+        marks: Mapping[int, bytes] | None = None,
     ) -> None:
         """The state before the first token.
 
@@ -58,10 +61,11 @@ class TextGrammar(Grammar):
             tokenizer: Writes text that is forced in tokens; None forces none.
             pausing: Bits of the tokens with which free text may come to its end (`free_text`); None if the
                 grammar has no free text.
+            marks: See `Grammar`; None for none.
         """
         self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
         self._failure: RequestError | None = None
-        self._tokenizer, self._pausing = tokenizer, pausing
+        self._tokenizer, self._pausing, self._marks = tokenizer, pausing, marks or {}
         self._allows_free_text = False  # by the last mask
 
     @property
@@ -94,13 +98,17 @@ class TextGrammar(Grammar):
     def copy(self) -> "TextGrammar":
         """See `Grammar`."""
         return TextGrammar(
-            self.matcher.deep_copy(), self.vocabulary, self.name, self._tokenizer, self._pausing
+            self.matcher.deep_copy(), self.vocabulary, self.name, self._tokenizer, self._pausing, self._marks
         )
 
     def forced(self) -> list[int]:
         """See `Grammar`."""
         text = self.matcher.compute_ff_bytes()
         return self._tokenizer.tokenize_bytes(text) if text and self._tokenizer is not None else []
+
+    def marks(self) -> Mapping[int, bytes]:
+        """See `Grammar`."""
+        return self._marks
 
     def pausing(self) -> np.ndarray | None:
         """See `Grammar`: where the text is free, the tokens that `free_text` names."""
@@ -137,6 +145,10 @@ class Grammars:
             eos_token=list(self.model.stop_tokens) or None,
         )
 
+    @functools.cached_property
+    def _marks(self) -> dict[int, bytes]:
+        return marks_of(self._tokenizer, self.model.vocabulary)
+
     @functools.lru_cache  # noqa: B019  (one instance lives as long as the server)
     def _free_text(self, markers: tuple[str, ...]) -> np.ndarray:
         return free_text(self._tokenizer, self.model.vocabulary, markers)
@@ -162,7 +174,9 @@ class Grammars:
             while len(self._compiled) > CACHED_GRAMMARS:
                 self._compiled.popitem(last=False)
         pausing = self._free_text(markers) if markers else None
-        return TextGrammar(matcher.deep_copy(), self.model.vocabulary, name, self._tokenizer, pausing)
+        return TextGrammar(
+            matcher.deep_copy(), self.model.vocabulary, name, self._tokenizer, pausing, self._marks
+        )
 
     def _compile(self, name: str, grammar: str) -> Any:
         """The matcher of a grammar that some token can begin, and whose schemas admit a finite value."""
@@ -203,6 +217,21 @@ def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Seque
         # Parts of the marker before this token end where the token begins.
         bits[token] = any(end in text if is_all else text.startswith(end) for end, is_all in endings)
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def marks_of(tokenizer: llguidance.LLTokenizer, vocabulary: int) -> dict[int, bytes]:
+    """The texts of the tokens that are marks, see `Grammar`.
+
+    Args:
+        tokenizer: The tokenizer of the grammar.
+        vocabulary: Number of token ids.
+    """
+    marks = {}
+    for token in range(min(vocabulary, tokenizer.vocab_size)):
+        text = tokenizer.decode_bytes([token])
+        if MARK.fullmatch(text) and not tokenizer.is_special_token(token):
+            marks[token] = text
+    return marks
 
 
 def known_tokens(tokenizer_json: str, vocabulary: int) -> str:
