@@ -296,8 +296,8 @@ def pass_costs(
         return costs, results["cpu"]
     stored = json.loads(options.costs.read_text("utf-8"))
     numbers = stored.get("costs") if isinstance(stored.get("costs"), dict) else stored["law"]
-    values: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in numbers.items()}
-    return PassCosts(**values), f"{stored['cpu']}, measured {stored['date']}"
+    known = {name: value for name, value in numbers.items() if name in PassCosts._fields}
+    return PassCosts.from_json(known), f"{stored['cpu']}, measured {stored['date']}"
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:

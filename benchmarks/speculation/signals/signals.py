@@ -81,7 +81,7 @@ def drafts_of(drafter: str, text: list[int], steps: Step, positions: int, seed: 
         text: the tokens that were emitted.
         steps: the records of their positions.
         positions: the number of positions whose drafts count.
-        seed: of the shuffling.
+        seed: the seed of the shuffling.
     """
     first = steps.drafts[drafter if drafter == SUFFIX else f"{drafter} {ENTROPY}"]
     tokens, offered = np.asarray(first.tokens)[:positions], np.asarray(first.num_tokens)[:positions]
