@@ -122,7 +122,7 @@ def _proposal(text: list[int], ahead: Grammar, most: int, mask: np.ndarray) -> t
 
 
 def _with_what_follows(token: int, text: list[int], marks: Mapping[int, bytes], mask: np.ndarray) -> int:
-    """The latest mark of a text that begins with the forced one and may stand in its place, or the forced one.
+    """The latest mark of a text that begins with a forced one and may stand in its place, or that itself.
 
     A grammar that allows white space forces the quote that ends a key, and not the colon after it. Texts
     write both in one token.
@@ -133,8 +133,10 @@ def _with_what_follows(token: int, text: list[int], marks: Mapping[int, bytes], 
         marks: the marks of the tokenizer.
         mask: bits of the tokens allowed.
     """
-    begin = marks.get(token)
-    for other in reversed(text[-MARKS_SEARCHED:] if begin else ()):
+    if token not in marks:
+        return token
+    begin = marks[token]
+    for other in reversed(text[-MARKS_SEARCHED:]):
         mark = marks.get(other, b"")
         if len(mark) > len(begin) and mark.startswith(begin) and _contains(mask, other):
             return other
