@@ -39,7 +39,6 @@ OFFSET = 128  # added to the numbers of a row
 LARGEST = 127  # magnitude of a number of a row
 SMALLEST = 1e-30  # rows whose largest magnitude is no larger count as 0
 MAX_TILE_ROWS = 5  # whose sums are in registers, with those of the columns of the weight
-MAX_INPUTS = 2**16  # whose products an int32 can sum
 VECTORS = BLOCK // LANES
 
 column_sum_memory = stack_memory(4 * BLOCK)

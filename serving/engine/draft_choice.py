@@ -2,9 +2,9 @@
 
 The draft-length law knows what a pass costs on the device. What a launch costs besides (emission, the host,
 other work on the machine) is in its measured rate alone, so the kind that has been slower waits. It gets two
-launches from time to time, because texts change. The first of them is short, and does not count: its
-programs and memory are not in the processor's caches. The second is as long as any, since what a launch costs
-besides its steps weighs more in a short one.
+launches from time to time, because texts change. The first of them is short, and does not count: after a
+launch of the other kind, steps take longer. The second is as long as any, since what a launch costs besides
+its steps weighs more in a short one.
 """
 
 from typing import NamedTuple
