@@ -118,7 +118,7 @@ def _proposal(text: list[int], ahead: Grammar, most: int, mask: np.ndarray) -> t
         return following, False
     if forced := list(ahead.forced())[:most]:
         return forced, True
-    return following if length >= SHORT_MATCH else _marks_after(text, ahead.marks(), mask), False
+    return following if length >= SHORT_MATCH else _marks_after(text, ahead.marks(), mask)[:most], False
 
 
 def _with_what_follows(token: int, text: list[int], marks: Mapping[int, bytes], mask: np.ndarray) -> int:

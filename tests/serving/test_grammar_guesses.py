@@ -77,6 +77,15 @@ def test_marks_follow_as_they_did_before_and_nothing_else_does():
     assert plan(sequence([WORD, OPEN, 9, WORD]), Steps(*steps), 4).tokens == []
 
 
+def test_marks_are_no_more_than_the_tokens_asked_for():
+    """A launch has room for these and no more."""
+    steps = ({OPEN, QUOTE, COMMA, WORD}, [])
+    text = [COLON, OPEN, QUOTE, COMMA, 9, COLON]
+    for most in range(5):
+        tokens = plan(sequence(text), Steps(*[steps] * 6), most).tokens
+        assert tokens == [OPEN, QUOTE, COMMA][:most]
+
+
 def test_a_match_that_may_not_come_gives_way_to_what_is_forced():
     text = [6, 7, 8, 9, QUOTE, 6, 7, 8, 9]
     assert plan(sequence(text), Steps(({WORD}, [WORD]), ({NUMBER}, [])), 1).tokens == [WORD]
