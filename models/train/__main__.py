@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="", help="changes, such as num_hidden_layers=6,hidden_size=128")
     parser.add_argument("--tokens", type=float, default=48e6, help="tokens of the run")
     parser.add_argument("--length", type=int, help="windows of one length in place of the stages")
+    parser.add_argument(
+        "--task-share", type=float, default=0.08, help="of windows of generated documents, with --length"
+    )
     parser.add_argument("--micro-tokens", type=int, default=2048, help="per device, at least one window")
     parser.add_argument("--optimiser", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--learning-rate", type=float, default=0.02)
@@ -192,6 +195,10 @@ def _train(
 def main() -> None:
     parser = _parser()
     arguments = parser.parse_args()
+    if not 0 <= arguments.task_share <= 1:
+        parser.error(f"--task-share must be in [0, 1]; got {arguments.task_share:g}")
+    if not arguments.length and arguments.task_share != parser.get_default("task_share"):
+        parser.error("--task-share needs --length: the stages have shares of their own")
     work = arguments.work.resolve()
     work.mkdir(parents=True, exist_ok=True)
     if arguments.init:
@@ -205,7 +212,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(file)) if file else None
     streams = data.prepare(work, shape.vocab_size, tokenizer, arguments.text)
     stages = CONTINUED if arguments.init else STAGES
-    plan = Schedule(arguments.tokens, one_stage(arguments.length) if arguments.length else stages)
+    if arguments.length:
+        stages = one_stage(arguments.length, arguments.task_share)
+    plan = Schedule(arguments.tokens, stages)
     rule = optimiser(arguments.optimiser, plan.learning_rate(arguments.learning_rate))
     # The last checkpoint before the decay is kept, so that a longer run can continue from it.
     trainer = Trainer(work, shape, rule, params, keep=max(1, plan.decay_from))

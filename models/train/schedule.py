@@ -40,9 +40,14 @@ CONTINUED = (
 )  # of a model that has been trained before: no tiny batches
 
 
-def one_stage(length: int) -> tuple[Stage, ...]:
-    """A run whose windows are all of one length, with the batches and tasks of the longest short stage."""
-    return (STAGES[2]._replace(length=length, share=1.0),)
+def one_stage(length: int, task_share: float) -> tuple[Stage, ...]:
+    """A run whose windows are all of one length, with the batches of the longest short stage.
+
+    Args:
+        length: targets of a window.
+        task_share: share of windows of generated documents, in [0, 1].
+    """
+    return (STAGES[2]._replace(length=length, share=1.0, task_share=task_share),)
 
 
 class Schedule:
