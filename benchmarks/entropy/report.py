@@ -8,7 +8,7 @@ from ..harness.provenance import stamp
 from ..harness.tables import Table
 from .measure import ESTIMATORS, TIMED, WITHOUT_TOP_K
 
-MEASURED_CODE = ("entropic_jax/entropy.py", "entropic_jax/pallas")
+MEASURED_CODE = ("entropic_jax/entropy.py", "entropic_jax/pallas", "models/embedded/model.safetensors")
 
 
 def cells(

@@ -13,6 +13,7 @@ MEASURED_CODE = (
     "entropic_jax/pallas",
     "models/layers.py",
     "serving/engine",
+    "models/embedded",
 )
 COUNTS = ("tokens", "passes", "drafted", "accepted")
 ARM_HEADER = ("speed ÷ off, median (range)", "tokens a pass", "accepted ÷ verified")

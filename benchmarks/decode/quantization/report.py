@@ -13,6 +13,7 @@ MEASURED_CODE = (
     "models/layers.py",
     "entropic_jax/pallas/skinny_matmul",
     "entropic_jax/cpu_runtime",
+    "models/embedded/model.safetensors",
 )
 QUALITY, SPEED = "Bits per byte of held-out text", "Tokens decoded per second"
 TITLES = {QUALITY: "quality", SPEED: "speed"}

@@ -11,6 +11,7 @@ MEASURED_CODE = (
     "entropic_jax/loop.py",
     "entropic_jax/pallas",
     "models/layers.py",
+    "models/embedded",
 )
 OFF, LAW = "off", "law"
 Cell = tuple[str, int, float]  # text, context, temperature

@@ -13,6 +13,7 @@ MEASURED_CODE = (
     "entropic_jax/sampling",
     "models/layers.py",
     "serving/engine",
+    "models/embedded",
 )
 
 

@@ -14,6 +14,7 @@ MEASURED_CODE = (
     "entropic_jax/phases",
     "entropic_jax/pallas",
     "models/layers.py",
+    "models/embedded",
 )
 AUTO = "ours-auto"
 

@@ -25,7 +25,7 @@ from .names import (
 MEASURED_CODE = (
     "entropic_jax/speculation",
     "entropic_jax/attention/window_pages.py",
-    "models/embedded/draft_head",
+    "models/embedded",
 )
 SIGNALS = DRAFT_ENTROPY, TOP_PROBABILITY, ADAEDL, MATCH, PREVIOUS, POSITION, SHUFFLED
 RULES = DRAFT_ENTROPY, TOP_PROBABILITY, ADAEDL, MATCH, PREVIOUS, SHUFFLED, LAW, ORACLE
