@@ -39,6 +39,9 @@ SAMPLING = {  # as `parameter_tables` of sampling parameters accept them, which 
     "top_p": number(0, 1, above=True),
     "min_p": number(0, 1),
     "typical_p": number(0, 1, above=True),
+    "epsilon_cutoff": number(0, 1),
+    "eta_cutoff": number(0, 1),
+    "top_h": number(0, 1, above=True),
     "repetition_penalty": number(0, 1000, above=True),
 }
 

@@ -68,7 +68,7 @@ def test_parameters_makes_an_array_of_each():
     for name, line in DEVICE_PARAMETERS.items():
         array = np.asarray(getattr(state, name))
         assert array.dtype == (np.int32 if line.accepts.kind is int else np.float32)
-        assert array.tolist() == [line.default] * 2
+        assert array.tolist() == [np.asarray(line.default, array.dtype)] * 2
 
 
 def test_rows_that_ask_for_nothing_have_the_defaults():

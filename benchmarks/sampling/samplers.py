@@ -41,7 +41,7 @@ def calibrated_gains(calibration: Calibration) -> Gains:
 
 
 def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler]:
-    """The samplers that are compared. Published methods have the constants of their papers."""
+    """The samplers compared. Published methods have their papers' constants for the smallest model."""
     gains = calibrated_gains(calibration)
     off = preset("off")
     law = lambda controller: Preset(chain(controller), None, None)
@@ -52,6 +52,10 @@ def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler
         "T 0.7, top-p 0.9": Sampler(off, dict(temperature=0.7, top_p=0.9)),
         "min-p 0.1": Sampler(off, dict(min_p=0.1)),
         "top-nσ 1": Sampler(off, dict(top_n_sigma=1.0)),
+        "ε-cutoff 0.0006": Sampler(off, dict(epsilon_cutoff=6e-4)),
+        "η-cutoff 0.002": Sampler(off, dict(eta_cutoff=2e-3)),
+        "top-H 0.4": Sampler(off, dict(top_h=0.4)),
+        "XTC 0.5, 0.1": Sampler(off, dict(xtc_probability=0.5, xtc_threshold=0.1)),
         "Mirostat 2": Sampler(law(Mirostat(target_entropy=calibration.target_entropy)), {}),
         "micro": Sampler(preset("micro", None, gains), {}),
         "micro, T ≤ 1.2": Sampler(preset("micro", None, gains.replace(highest_temperature=1.2)), {}),

@@ -98,6 +98,34 @@ class SamplingParams(Table):
         "keep tokens within this many standard deviations of the largest logit; 0 is off",
         scope=DEVICE,
     )
+    epsilon_cutoff: float = parameter(
+        0.0, Number(float, 0, 1), "drop tokens less likely than this; 0 is off", scope=DEVICE
+    )
+    eta_cutoff: float = parameter(
+        0.0,
+        Number(float, 0, 1),
+        "drop tokens less likely than this and than its root times e to the power of minus the entropy; "
+        "0 is off",
+        scope=DEVICE,
+    )
+    top_h: float = parameter(
+        1.0,
+        _PROBABILITY,
+        "sample from the likeliest tokens whose entropy is at most this fraction of that of all; 1 is off",
+        scope=DEVICE,
+    )
+    xtc_probability: float = parameter(
+        0.0,
+        Number(float, 0, 1),
+        "how often tokens above xtc_threshold are dropped, all but the least likely of them; 0 is off",
+        scope=DEVICE,
+    )
+    xtc_threshold: float = parameter(
+        0.1,
+        Number(float, 0, 0.5),
+        "the probability from which on tokens are dropped by xtc_probability",
+        scope=DEVICE,
+    )
     repetition_penalty: float = parameter(
         1.0,
         Number(float, 0, _LARGE, above_low=True),
@@ -207,7 +235,17 @@ PARAMETERS = {line.name: line for line in parameters_of(SamplingParams)}
 DEVICE_PARAMETERS = {line.name: line for line in parameters_of(SamplingParams, (DEVICE,))}
 """Those that `state.Sampling` holds, one number per row."""
 
-IN_GENERATION_CONFIG = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+IN_GENERATION_CONFIG = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "top_h",
+    "repetition_penalty",
+)
 
 
 def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:

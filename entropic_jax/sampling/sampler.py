@@ -13,6 +13,8 @@ Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to b
 [1, 1]
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,7 +24,7 @@ from ..pallas.gumbel_argmax.reference import first_largest, tempered
 from ..state import Sampling
 from ..state.sampling_parameters import defaults_unless
 from .randomness import THREEFRY, random_bits, row_keys, typed
-from .truncation import asks_for_truncation, truncate
+from .truncation import asks_for_truncation, choice_chance, truncate
 
 
 def sample(
@@ -60,7 +62,7 @@ def sample(
     logits, randomness = logits.astype(jnp.float32), (typed(key), seed, position, active, numbers)
 
     def draw_truncated() -> jax.Array:
-        truncated = _temper_and_truncate(logits, sampling, temperature, surprisal_limit)
+        truncated = _temper_and_truncate(logits, sampling, temperature, surprisal_limit, randomness)
         return _draw(truncated, (temperature > 0).astype(jnp.float32), *randomness)
 
     truncates = _truncates(logits, sampling, temperature, surprisal_limit)
@@ -98,14 +100,19 @@ def _draw(
 
 
 def _temper_and_truncate(
-    logits: jax.Array, sampling: Sampling, temperature: jax.Array, surprisal_limit: jax.Array | None
+    logits: jax.Array,
+    sampling: Sampling,
+    temperature: jax.Array,
+    surprisal_limit: jax.Array | None,
+    randomness: tuple[Any, ...],
 ) -> jax.Array:
     """truncate(logits / T), float32 `[rows, vocabulary]`; greedy rows keep their logits; see `sample`."""
     warm, scaled = temperature > 0, tempered(logits, temperature)
     if surprisal_limit is not None:
         limited = jnp.any(warm & (surprisal_limit < jnp.inf))
         scaled = lax.cond(limited, _limit_surprisal, lambda z, _: z, scaled, surprisal_limit)
-    truncated = truncate(scaled, defaults_unless(warm, sampling))  # which no greedy row asks for
+    chance = choice_chance(sampling, *randomness[:3])
+    truncated = truncate(scaled, defaults_unless(warm, sampling), chance)  # which no greedy row asks for
     return jnp.where(warm[:, None], truncated, logits)
 
 

@@ -1,10 +1,11 @@
-"""Truncation: top-k, top-nσ, top-p, min-p and typical-p, by exact thresholds.
+"""Truncation: the filters of `truncate`, by exact thresholds.
 
 Nothing is sorted: on a CPU, XLA takes far longer to sort a vocabulary than to bisect for a threshold.
 """
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ import numpy as np
 from jax import lax
 
 from ..state import Sampling
+from .randomness import row_keys
 
 _bits = partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
 _floats = partial(lax.bitcast_convert_type, new_dtype=jnp.float32)
 _UNIT, _INFINITY = 0x3F800000, 0x7F800000  # the bits of 1.0 and of inf
 SMALLEST = np.finfo(np.float32).tiny
+CHANCE = 1  # folded into a row's key for the number that XTC needs beside the Gumbel noise
 
 
 def _bisect(enough: Callable, low: jax.Array, high: jax.Array, passes: int) -> jax.Array:
@@ -98,27 +101,95 @@ def _typical_range(logits: jax.Array, typical_p: jax.Array, floor: jax.Array) ->
     )
 
 
-def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits with −inf outside of top-k, top-nσ, top-p, min-p and typical-p, applied in this order.
+class _Left(NamedTuple):
+    """What filters have left of each row."""
 
-    logits float32 `[rows, vocabulary]`, already divided by the temperature. With p the softmax over what the
-    filters before have left,
+    highest: jax.Array  # float32 [rows], the largest logit
+    ratio: jax.Array  # float32 [rows, vocabulary], probabilities relative to the largest one; 0 outside
+    product: jax.Array  # float32 [rows, vocabulary], ratio · ln ratio
+
+    @staticmethod
+    def between(logits: jax.Array, floor: jax.Array, ceiling: jax.Array) -> "_Left":
+        """The tokens whose logits are in an interval, ends included."""
+        inside = (logits >= floor[:, None]) & (logits <= ceiling[:, None])
+        highest = jnp.max(jnp.where(inside, logits, -jnp.inf), axis=-1)
+        shifted = logits - highest[:, None]
+        ratio = jnp.where(inside, jnp.exp(shifted), 0.0)
+        return _Left(highest, ratio, jnp.where(ratio > 0, ratio * shifted, 0.0))
+
+    def entropy(self, least: jax.Array) -> jax.Array:
+        """The entropy of the softmax over the tokens whose ratio is at least `least`, nats `[rows]`."""
+        kept = self.ratio >= least[:, None]
+        total = jnp.sum(jnp.where(kept, self.ratio, 0.0), axis=-1)
+        return jnp.log(total) - jnp.sum(jnp.where(kept, self.product, 0.0), axis=-1) / total
+
+    def floor(self, logits: jax.Array, least: jax.Array) -> jax.Array:
+        """The smallest logit of a ratio of at least `least`, or the largest logit."""
+        outside = (self.ratio < least[:, None]) | (self.ratio == 0)
+        return jnp.minimum(jnp.min(jnp.where(outside, jnp.inf, logits), axis=-1), self.highest)
+
+
+def _entropy_floor(logits: jax.Array, sampling: Sampling, floor: jax.Array, ceiling: jax.Array) -> jax.Array:
+    """The smallest logit that the ε-cutoff, the η-cutoff and top-H keep in an interval of logits."""
+    left = _Left.between(logits, floor, ceiling)
+    entropy, total = left.entropy(jnp.zeros_like(floor)), jnp.sum(left.ratio, axis=-1)
+    eta = sampling.eta_cutoff
+    eta = jnp.minimum(eta, jnp.sqrt(eta) * jnp.exp(-entropy))
+    least = jnp.maximum(sampling.epsilon_cutoff, eta) * total
+
+    def bounded() -> jax.Array:
+        limit = sampling.top_h * entropy
+        none = jnp.full(floor.shape, -1, jnp.int32)
+        return _floats(
+            _bisect(lambda bits: left.entropy(_floats(bits)) <= limit, none, jnp.full_like(none, _UNIT), 31)
+        )
+
+    on = sampling.top_h < 1
+    smallest = lax.cond(jnp.any(on), bounded, lambda: jnp.zeros_like(floor))
+    return left.floor(logits, jnp.maximum(least, jnp.where(on, smallest, 0.0)))
+
+
+def _choice_ceiling(logits: jax.Array, sampling: Sampling, floor: jax.Array, ceiling: jax.Array) -> jax.Array:
+    """The smallest logit in an interval whose probability reaches XTC's threshold, or the ceiling."""
+    left = _Left.between(logits, floor, ceiling)
+    least = sampling.xtc_threshold * jnp.sum(left.ratio, axis=-1)
+    is_choice = (left.ratio >= least[:, None]) & (left.ratio > 0)
+    return jnp.minimum(ceiling, jnp.min(jnp.where(is_choice, logits, jnp.inf), axis=-1))
+
+
+def truncate(logits: jax.Array, sampling: Sampling, chance: jax.Array | None = None) -> jax.Array:
+    """Logits with −inf where a filter leaves a token out.
+
+    The filters are applied in this order. With p the softmax over what the filters before have left,
 
         top-k:     fewer than k tokens are more probable
         top-nσ:    z ≥ max z − n σ(z), σ over all tokens that are not masked
         top-p:     the more probable tokens hold less than top_p
         min-p:     p ≥ min_p · max p
         typical-p: the tokens whose surprisal is closer to the entropy hold less than typical_p
+        ε-cutoff:  p ≥ ε
+        η-cutoff:  p ≥ min(η, √η · exp(−H(p)))
+        top-H:     the tokens that are at least as probable have an entropy of at most top_h · H(p)
+        XTC:       with probability xtc_probability, no token that is likelier than another one with
+                   p ≥ xtc_threshold
 
-    At least one token is always kept. Each filter keeps an interval of logits, whose ends are found by exact
-    bisection over the bits of a float32, 31 or 32 passes over the row and no sort, skipped where no row asks
-    for it. What is kept is differentiable with unit slope; the thresholds are not differentiated. NaN stays
-    NaN, and subnormal logits tie with 0.
+    ε, η and top-H take the same p. At least one token is always kept. Each filter keeps an interval of
+    logits, whose ends are found by exact bisection over the bits of a float32, 31 or 32 passes over the row
+    and no sort, or without a search; it is skipped where no row asks for it. What is kept is differentiable
+    with unit slope; the thresholds are not differentiated. NaN stays NaN, and subnormal logits tie with 0.
     Top-p: Holtzman et al. 2020, arXiv 1904.09751. Min-p: Nguyen et al. 2024, arXiv 2407.01082. Typical-p:
     Meister et al. 2023, arXiv 2202.00666. Top-nσ, which keeps the same tokens at every temperature: Tang et
-    al. 2024, arXiv 2411.07641. Differs from transformers: all tokens tied with the threshold of
-    top-p, that is of equal probability in float32, are kept, where transformers keeps as many as its sort
-    happens to put first.
+    al. 2024, arXiv 2411.07641. ε and η: Hewitt et al. 2022, arXiv 2210.15191. Top-H: Potraghloo et al. 2025,
+    arXiv 2509.02510. XTC is a sampler of the community, by p-e-w, 2024. Differs from transformers: all tokens
+    tied with the threshold of top-p, that is of equal probability in float32, are kept, where transformers
+    keeps as many as its sort happens to put first; the η-cutoff does not take what the ε-cutoff leaves; and
+    top-H takes the entropy of the renormalised tokens, as in the paper, and not the terms of H(p) of the 100
+    likeliest.
+
+    Args:
+        logits: float32 `[rows, vocabulary]`, already divided by the temperature.
+        sampling: parameters of the rows.
+        chance: float32 `[rows]` in [0, 1), uniform: XTC acts where it is below its probability. None: never.
 
     >>> from entropic_jax.sampling import parameters
     >>> logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
@@ -127,17 +198,37 @@ def truncate(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """
     logits = logits.astype(jnp.float32)
     filters = asks_for_truncation(sampling, logits.shape[1])
-    return lax.cond(jnp.any(filters), _filter, lambda z, _: z, logits, sampling)
+    chance = jnp.ones(len(logits), jnp.float32) if chance is None else chance
+    return lax.cond(jnp.any(filters), _filter, lambda z, *_: z, logits, sampling, chance)
 
 
 def asks_for_truncation(sampling: Sampling, vocabulary: int) -> jax.Array:
     """Whether the parameters of each row leave out any token, bool `[rows]`."""
     filters = (sampling.top_k > 0) & (sampling.top_k < vocabulary)
     filters |= (sampling.top_n_sigma > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    return filters | (sampling.typical_p < 1)
+    filters |= (sampling.epsilon_cutoff > 0) | (sampling.eta_cutoff > 0) | (sampling.top_h < 1)
+    return filters | (sampling.typical_p < 1) | (sampling.xtc_probability > 0)
 
 
-def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:
+def choice_chance(sampling: Sampling, key: jax.Array, seed: jax.Array, position: jax.Array) -> jax.Array:
+    """The uniform number of each row that XTC compares with its probability; 1 if no row requests XTC.
+
+    Args:
+        sampling: parameters of the rows.
+        key: the run's random key.
+        seed: int32 `[rows]`.
+        position: int32 `[rows]`, of the token in its text.
+    """
+
+    def uniform() -> jax.Array:
+        keys = jax.vmap(lambda k: jax.random.fold_in(k, CHANCE))(row_keys(key, seed, position))
+        return jax.vmap(lambda k: jax.random.uniform(k, dtype=jnp.float32))(keys)
+
+    requested = jnp.any(sampling.xtc_probability > 0)
+    return lax.cond(requested, uniform, lambda: jnp.ones_like(sampling.xtc_probability))
+
+
+def _filter(logits: jax.Array, sampling: Sampling, chance: jax.Array) -> jax.Array:
     """See `truncate`."""
     rows, vocabulary = logits.shape
     values = lax.stop_gradient(logits)
@@ -164,4 +255,16 @@ def _filter(logits: jax.Array, sampling: Sampling) -> jax.Array:
         return jnp.where(typical_on, lowest, floor), jnp.where(typical_on, highest, jnp.inf)
 
     floor, ceiling = lax.cond(jnp.any(typical_on), typical, lambda: (floor, -unbounded))
+    entropy_on = (sampling.epsilon_cutoff > 0) | (sampling.eta_cutoff > 0) | (sampling.top_h < 1)
+    floor = lax.cond(
+        jnp.any(entropy_on),
+        lambda: jnp.where(entropy_on, _entropy_floor(values, sampling, floor, ceiling), floor),
+        lambda: floor,
+    )
+    choices_on = chance < sampling.xtc_probability
+    ceiling = lax.cond(
+        jnp.any(choices_on),
+        lambda: jnp.where(choices_on, _choice_ceiling(values, sampling, floor, ceiling), ceiling),
+        lambda: ceiling,
+    )
     return jnp.where((logits < floor[:, None]) | (logits > ceiling[:, None]), -jnp.inf, logits)

@@ -29,6 +29,11 @@ class Sampling(NamedTuple):
     min_p: jax.Array  # float32 [rows], in [0, 1]; 0 is off
     typical_p: jax.Array  # float32 [rows], in (0, 1]; 1 is off
     top_n_sigma: jax.Array  # float32 [rows], >= 0; 0 is off
+    epsilon_cutoff: jax.Array  # float32 [rows], in [0, 1]; 0 is off
+    eta_cutoff: jax.Array  # float32 [rows], in [0, 1]; 0 is off
+    top_h: jax.Array  # float32 [rows], in (0, 1]; 1 is off
+    xtc_probability: jax.Array  # float32 [rows], in [0, 1]; 0 is off
+    xtc_threshold: jax.Array  # float32 [rows], in [0, 0.5]
     repetition_penalty: jax.Array  # float32 [rows], > 0; 1 is off; prompt and generated tokens
     presence_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
     frequency_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens

@@ -59,6 +59,18 @@ def test_typical_p(p):
     np.testing.assert_array_equal(truncate(logits, parameters(ROWS, typical_p=p)), expected)
 
 
+@pytest.mark.parametrize("cutoff", [1e-4, 0.003, 0.05, 1.0])
+def test_epsilon_and_eta_cutoff(cutoff):
+    logits = random_logits(8)
+    for name, cls in (
+        ("epsilon_cutoff", processors.EpsilonLogitsWarper),
+        ("eta_cutoff", processors.EtaLogitsWarper),
+    ):
+        warper = cls(min(cutoff, 0.999))  # which refuses 1, where the likeliest token alone is kept
+        actual = truncate(logits, parameters(ROWS, **{name: cutoff}))
+        np.testing.assert_array_equal(actual, processed(logits, warper))
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 1.8])
 def test_all_filters_in_a_chain(temperature):
     logits = random_logits(4)
