@@ -10,6 +10,7 @@ import numpy as np
 
 from entropic_jax.parameter_tables.control_gains import PRUNING, SCALES
 
+from ..executable_cache.compilation import Notice, notice
 from . import allocator
 from .device_state import save_row
 from .options import EngineOptions
@@ -18,6 +19,24 @@ from .program_compiler import ProgramCompiler, cores
 from .program_shapes import DecodeProgram, Shapes
 from .programs import Programs
 from .scheduler import Scheduler
+
+
+class CompilationCount:
+    """What a user waits for: called as the engine's `progress`, after each program of the warm-up."""
+
+    def __init__(self, notice: Notice = notice) -> None:
+        self.left, self._notice = 0, notice
+
+    def __call__(self, done: int, total: int) -> None:
+        """Count what is left of the warm-up."""
+        self.left = total - done
+
+    @property
+    def doing(self) -> str:
+        """What is being compiled; "" for nothing. Without a warm-up, it is not known how many are left."""
+        if not self._notice.running:
+            return ""
+        return f"compiling, {self.left} left" if self.left else f"compiling program {self._notice.ended + 1}"
 
 
 class Warmup:

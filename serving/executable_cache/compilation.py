@@ -3,7 +3,8 @@
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -15,9 +16,10 @@ NOTICE = "compiling programs for this model and machine, which can take minutes;
 
 
 class Notice:
-    """Says once that programs are being compiled."""
+    """Says once that programs are being compiled, and counts them: those that `running` and have `ended`."""
 
     def __init__(self) -> None:
+        self.running = self.ended = 0
         self._lock = threading.Lock()
         self._said = self._watching = False
         self._seconds = 0.0
@@ -45,6 +47,19 @@ class Notice:
         if not LOG.isEnabledFor(logging.INFO) and sys.stderr.isatty():
             print(f"entropic_jax: {NOTICE}", file=sys.stderr, flush=True)
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """A program is being compiled within it."""
+        self.say()
+        with self._lock:
+            self.running += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.running -= 1
+                self.ended += 1
+
 
 notice = Notice()
 
@@ -59,5 +74,5 @@ def compile_program(
         arguments: arrays, or their shapes; only these count.
         donate_argnums: those that the program consumes.
     """
-    notice.say()
-    return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile()
+    with notice.compiling():
+        return jax.jit(function, donate_argnums=donate_argnums).lower(*arguments).compile()

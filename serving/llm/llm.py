@@ -14,13 +14,9 @@ import queue
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from entropic_jax.models import Tokenizer
 from entropic_jax.parameter_tables.sampling_params import PARAMETERS, SamplingParams, normal_seed, recommended
@@ -30,6 +26,7 @@ from ..engine.interface import EngineRequest, OutputStream
 from ..engine.metrics_hooks import MetricsHooks
 from ..engine.process_group import start_processes
 from ..engine.start import follow_process_0, start
+from ..engine.warmup import CompilationCount
 from ..options import processes
 from ..options.compilation_cache import remember_compilations
 from ..options.control_options import check_temperature
@@ -39,6 +36,7 @@ from ..request.chat_template import set_template
 from .lora_request import LoRARequest, RequestedAdapters
 from .options import IN_FLIGHT, PROCESS_NAMES, read_options
 from .outputs import CompletionOutput, Logprob, RequestOutput, Result, result_of
+from .progress import GenerationBar
 from .prompts import (
     Message,
     Prompt,
@@ -129,8 +127,14 @@ class LLM:
         self._lock = threading.Lock()
         self._num_prompts = self._num_sequences = 0  # submitted so far
         self._finished_requests = FinishedRequests()
+        self._compiled = CompilationCount()
         self._engine = start(
-            path, engine_options, self._finished_requests, control=self._control, group=group
+            path,
+            engine_options,
+            self._finished_requests,
+            self._compiled,
+            control=self._control,
+            group=group,
         )
         set_template(self._engine.tokenizer)
         self._adapters = RequestedAdapters(self._engine, engine_options)
@@ -323,22 +327,23 @@ class LLM:
         results: list[Any] = [None] * len(requests)
         streams: dict[str, OutputStream] = {}
         try:
-            with _progress(len(requests), use_tqdm) as advance:
+            with GenerationBar(len(requests), use_tqdm, self._compiled) as bar:
                 for request in requests:
                     streams[request.id] = self._engine.submit(request)
                     while len(streams) >= IN_FLIGHT:
-                        self._collect(streams, results, order, advance)
+                        self._collect(streams, results, order, bar)
                 while streams:
-                    self._collect(streams, results, order, advance)
+                    self._collect(streams, results, order, bar)
         finally:  # interrupted, or refused
             for stream in streams.values():
                 stream.cancel()
         return results
 
     def _collect(
-        self, streams: dict[str, OutputStream], results: list[Any], order: Any, advance: Any
+        self, streams: dict[str, OutputStream], results: list[Any], order: Any, bar: GenerationBar
     ) -> None:
         """Wait for a request to end and take its result out of `streams`."""
+        bar.update()
         try:
             name = self._finished_requests.ids.get(timeout=CHECK)
         except queue.Empty:
@@ -349,22 +354,4 @@ class LLM:
         stream = streams.pop(name, None)
         if stream is not None:  # otherwise of a call that was interrupted
             results[order[name]] = result = result_of(stream, self._decode)
-            advance(len(result.completion.token_ids))
-
-
-@contextmanager
-def _progress(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on standard error, if it is a terminal; yields a function of the new tokens."""
-    console = Console(stderr=True)
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    hidden = not (shown and console.is_terminal)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden) as bar:
-        task, tokens = bar.add_task("", total=total, rate=""), 0
-
-        def advance(new: int) -> None:
-            nonlocal tokens
-            tokens += new
-            elapsed = bar.tasks[task].elapsed or 0.0
-            bar.update(task, advance=1, rate=f"{tokens / elapsed:.0f} tokens/s" if elapsed else "")
-
-        yield advance
+            bar.advance(len(result.completion.token_ids))

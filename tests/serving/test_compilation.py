@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from entropic_jax.serving.engine.warmup import CompilationCount
 from entropic_jax.serving.executable_cache import compilation
 from entropic_jax.serving.executable_cache.compilation import (
     COMPILED,
@@ -17,6 +18,7 @@ from entropic_jax.serving.executable_cache.compilation import (
     Notice,
     compile_program,
 )
+from entropic_jax.serving.llm.progress import GenerationBar
 
 
 class Terminal(io.StringIO):
@@ -77,3 +79,32 @@ def test_jax_records_the_event(monkeypatch):
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert COMPILED in seen
+
+
+def test_the_bar_says_that_programs_are_being_compiled_and_how_many_are_left(monkeypatch):
+    notice, seen = Notice(), []
+    compiled = CompilationCount(notice)
+    monkeypatch.setattr(compilation, "notice", notice)
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    monkeypatch.setenv("COLUMNS", "200")
+    with GenerationBar(2, True, compiled) as bar:
+
+        def watched(x):
+            bar.update()
+            seen.append(bar.doing)
+            return x
+
+        compile_program(watched, (np.float32(1),), ())
+        compiled(3, 12)
+        compile_program(lambda x: watched(x), (np.float32(1),), ())
+        bar.advance(5)
+        seen.append(bar.doing)
+    assert seen == ["compiling program 1", "compiling, 9 left", "generating"]
+    assert "generating" in stream.getvalue() and "1/2" in stream.getvalue()
+
+
+def test_a_hidden_bar_writes_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stderr", stream := Terminal())
+    with GenerationBar(1, False, CompilationCount(Notice())) as bar:
+        bar.advance(3)
+    assert not stream.getvalue()
