@@ -45,10 +45,10 @@ def test_module_tables_match_the_tree(page):
 
 def test_cells_of_module_tables_are_short():
     """A longer description belongs into a table of its own, or into prose."""
-    architecture = (ROOT / "docs/architecture.md").read_text("utf-8")
     cells = [
         cell.strip()
-        for table in TABLE.finditer(architecture)
+        for page in PAGES
+        for table in TABLE.finditer(page.read_text("utf-8"))
         for row in table["rows"].splitlines()
         for cell in row.split("|")
     ]
