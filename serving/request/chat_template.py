@@ -153,7 +153,7 @@ def _call(call: Any) -> dict[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(function, Mapping) or not isinstance(arguments, Mapping):
         message = f"messages must have tool_calls whose arguments are JSON objects; got {short(stated)}"

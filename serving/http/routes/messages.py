@@ -180,7 +180,7 @@ def _content(block: Block) -> dict[str, Any]:
         return {"type": "thinking", "thinking": block.text, "signature": ""}
     try:
         arguments = json.loads(block.text)
-    except ValueError:  # max_tokens or a stop string has cut the call
+    except (ValueError, RecursionError):  # max_tokens or a stop string has cut the call
         arguments = {}
     return {"type": "tool_use", "id": block.call, "name": block.name, "input": arguments}
 

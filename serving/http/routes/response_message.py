@@ -183,7 +183,7 @@ def _part(block: Block) -> dict[str, Any]:
 def _is_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

@@ -10,6 +10,7 @@ from ...request.transcript import Token
 from .formats import END_OF_THOUGHT, MISTRAL, THINK, CallFormat
 
 BEGINNING, THOUGHT, AFTER_THOUGHT, TEXT, CALL, ARGUMENTS, END_OF_CALL, BETWEEN = range(8)
+LONGEST_HEAD = 1024  # characters of a call before its arguments; beyond, it is read once it has ended
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -49,7 +50,8 @@ class MessageParser:
         self._state = TEXT if reasoning is None else THOUGHT if reasoning else BEGINNING
         self._buffer = ""
         self._has_text = False  # whether content has been released
-        self._scan = ArgumentsScan()
+        self._scan = ObjectScan()  # of the call, or of its arguments
+        self._is_malformed = False  # whether the call has ended, and is no JSON
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[CallPart] = []
@@ -98,6 +100,11 @@ class MessageParser:
         self._content, self._reasoning, self._calls = [], [], []
         return part
 
+    def _enter(self, state: int, rest: str) -> None:
+        """Begin a part of the text that has not been scanned."""
+        self._state, self._buffer = state, rest
+        self._scan, self._is_malformed = ObjectScan(), False
+
     # One step each; False if more text is needed.
 
     def _beginning(self) -> bool:
@@ -134,7 +141,7 @@ class MessageParser:
             text, marker, rest = self._buffer.partition(form.marker)
             if marker:
                 self._say(text)
-                self._state, self._buffer = CALL, rest
+                self._enter(CALL, rest)
                 return True
             if not self.num_calls or self._buffer.strip():
                 self._say(self._release(form.marker))
@@ -146,7 +153,7 @@ class MessageParser:
         elif not text or (optional and optional.startswith(text)):
             return False
         if text.startswith("{"):
-            self._state, self._buffer = CALL, text
+            self._enter(CALL, text)
             return True
         self._has_text = bool(text)
         return bool(text)
@@ -158,24 +165,31 @@ class MessageParser:
                 self._say((self.form.marker if self.form else "") + self._buffer)
                 self._has_text, self._state, self._buffer = True, TEXT, ""
             return False
-        if head := HEAD.match(text):
-            self._open(json.loads(head[1]))
-            self._state, self._buffer, self._scan = ARGUMENTS, text[head.end() :], ArgumentsScan()
+        if self._is_malformed:
+            return False
+        scanned = self._scan.length
+        head = HEAD.match(text, 0, LONGEST_HEAD) if scanned < LONGEST_HEAD else None
+        if head and (name := _text_of(head[1])) is not None:
+            self._open(name)
+            self._enter(ARGUMENTS, text[head.end() :])
             return True
-        if "}" not in text:
+        if (end := self._scan.end(text[scanned:])) is None:
             return False
+        written, rest = text[: scanned + end], text[scanned + end :]
         try:
-            call, end = json.JSONDecoder().raw_decode(text)
-        except ValueError:
+            call = json.loads(written)
+            arguments = call.get("arguments", call.get("parameters", {}))
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        except (ValueError, RecursionError):
+            self._is_malformed = True
             return False
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(name, str):
-            self._open(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
-            self._state = BETWEEN
+        if isinstance(name := call.get("name"), str):
+            self._open(name, arguments)
+            self._enter(BETWEEN, rest)
         else:
-            self._say(text[:end])
-            self._has_text, self._state = True, TEXT
-        self._buffer = text[end:]
+            self._say(written)
+            self._has_text = True
+            self._enter(TEXT, rest)
         return True
 
     def _arguments(self) -> bool:
@@ -201,7 +215,7 @@ class MessageParser:
         if end:
             self._state, self._buffer = TEXT, text.removeprefix(end)
         elif text[0] in ",;{":
-            self._state, self._buffer = CALL, text
+            self._enter(CALL, text)
         else:
             self._has_text, self._state, self._buffer = True, TEXT, text.removeprefix("]")
         return True
@@ -228,15 +242,17 @@ class MessageParser:
         return text
 
 
-class ArgumentsScan:
+class ObjectScan:
     """Finds the end of a JSON object that comes piece by piece."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = 0  # open brackets
+        self.length = 0  # characters so far
         self.in_string = self.escaped = False
 
     def end(self, text: str) -> int | None:
         """Where the object ends in the next piece; None if it does not."""
+        self.length += len(text)
         for place, character in enumerate(text):
             if self.in_string:
                 if self.escaped:
@@ -253,6 +269,14 @@ class ArgumentsScan:
                 self.depth -= 1
                 if self.depth == 0:
                     return place + 1
+        return None
+
+
+def _text_of(string: str) -> str | None:
+    """The text of a JSON string; None if it is none."""
+    try:
+        return json.loads(string)
+    except ValueError:
         return None
 
 
