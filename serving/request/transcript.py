@@ -144,6 +144,8 @@ class Transcript:
         self._token_ids: list[int] = []
         self._trace: dict[str, list[float]] = {}
         self._held: list[Token] = []
+        self._held_text = ""
+        self._overlaps = dict.fromkeys(request.stop, 0)  # of the text held back with each stop string
         self._keep = keep
 
     def add(
@@ -175,6 +177,7 @@ class Transcript:
             self._text.append(text)
             return [new]  # as below, but nothing can hold it back
         self._held.append(new)
+        self._held_text += text
         if ended:
             self.stop_reason = token if requested else None
             return self.finish("stop")
@@ -185,8 +188,9 @@ class Transcript:
     def finish(self, reason: FinishReason, error: str | None = None) -> list[Token]:
         """End the text for a reason from outside, as a full context; returns the tokens held back."""
         if self.finish_reason is None and self._held:
-            last = self._held[-1]
-            self._held[-1] = last._replace(text=last.text + self.detokenizer.flush())
+            last, rest = self._held[-1], self.detokenizer.flush()
+            self._held[-1] = last._replace(text=last.text + rest)
+            self._held_text += rest
             self._cut_at_stop()
         self.finish_reason = self.finish_reason or reason
         self.error = self.error or error
@@ -214,7 +218,7 @@ class Transcript:
         """Cut the text held back before the first stop string in it, if there is one."""
         if not self._may_end():
             return False
-        text = "".join(token.text for token in self._held)
+        text = self._held_text
         places = [(place, stop) for stop in self.request.stop if (place := text.find(stop)) >= 0]
         if not places:
             return False
@@ -231,9 +235,10 @@ class Transcript:
         """How many of the tokens held back cannot be part of a stop string any more."""
         if not self._may_end():
             return len(self._held)
-        text = "".join(token.text for token in self._held)
-        waiting = max((_overlap(text, stop) for stop in self.request.stop), default=0)
-        end = 0
+        text, new = self._held_text, len(self._held[-1].text)
+        for stop, before in self._overlaps.items():
+            self._overlaps[stop] = _overlap(text, stop, before + new)
+        waiting, end = max(self._overlaps.values(), default=0), 0
         for i, token in enumerate(self._held):
             end += len(token.text)
             if end > len(text) - waiting:
@@ -241,12 +246,21 @@ class Transcript:
         return len(self._held)
 
     def _release(self, count: int) -> list[Token]:
+        if not count:
+            return []
         tokens, self._held = self._held[:count], self._held[count:]
+        self._held_text = self._held_text[sum(len(token.text) for token in tokens) :]
         self._text += [token.text for token in tokens]
         return tokens
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest beginning of `stop`, short of all of it, that `text` ends with."""
-    longest = min(len(text), len(stop) - 1)
+def _overlap(text: str, stop: str, most: int) -> int:
+    """Length of the longest beginning of `stop`, short of all of it, that `text` ends with.
+
+    Args:
+        text: the text held back.
+        stop: the stop string.
+        most: the longest that is possible, as a token makes an overlap longer by its own text at most.
+    """
+    longest = min(len(text), len(stop) - 1, most)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 from hypothesis import given
@@ -154,3 +155,40 @@ def test_text_is_what_stands_before_the_first_stop_string(text, stops):
     assert completion.text == expected == "".join(token.text for token in handed_out)
     assert [token.id for token in handed_out] == completion.token_ids
     assert [token.finish_reason for token in handed_out[:-1]] == [None] * (len(handed_out) - 1)
+
+
+class Repeats:
+    """Every token is the same text."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def push(self, token):
+        return self.text if token else ""
+
+    def flush(self):
+        return ""
+
+
+def test_long_stop_strings_that_the_text_almost_has_cost_little():
+    stops = (
+        "a" * 1023 + "b",
+        *(500 * "a" + 500 * "b" + str(i) for i in range(31)),
+        *(f"c{i:0>999}" for i in range(32)),
+    )
+    request = Request(prompt="p", stop=stops, max_tokens=3000)
+    transcript, start = Transcript(request, Repeats("aaaa"), 3), time.process_time()
+    for token in range(1, 2001):
+        transcript.add(token, {})
+    assert time.process_time() - start < 2  # it took nine
+    assert transcript.finish("length") and transcript.completion().text == "aaaa" * 2000
+
+
+def test_tokens_without_text_behind_the_beginning_of_a_stop_string_cost_little():
+    request = Request(prompt="p", stop="ab", max_tokens=30_000)
+    transcript, start = Transcript(request, Repeats("a"), 3), time.process_time()
+    transcript.add(1, {})
+    for _ in range(25_000):
+        assert transcript.add(0, {}) == []
+    assert time.process_time() - start < 2
+    assert len(transcript.finish("length")) == 25_001
