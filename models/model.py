@@ -136,7 +136,7 @@ def load(
             products widen them as they read: the same numbers, in half of the time.
         mesh: over which the weights are divided, from `entropic_jax.mesh.make_mesh`; each device gets only
             its part. None puts them on the default device.
-        quantization: The quantization of the matrices that are multiplied by rows, and of the embedding,
+        quantization: the quantization of the matrices that are multiplied by rows, and of the embedding,
             from `quantisation.QUANTIZATIONS`. "int8" keeps matrices that are stored so; None keeps or
             dequantises all of them. For a converted directory, its own or None.
         blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding

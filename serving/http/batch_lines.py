@@ -19,10 +19,10 @@ def error(code: str, message: str, param: str | None = None, line: int | None = 
     """An entry of a batch's errors.
 
     Args:
-        code: The kind of the error.
-        message: The text for the client.
-        param: The field of the line that is at fault.
-        line: The line's number, from 1.
+        code: the kind of the error.
+        message: the text for the client.
+        param: the field of the line that is at fault.
+        line: the line's number, from 1.
     """
     return {"code": code, "message": message, "param": param, "line": line}
 
@@ -31,8 +31,8 @@ def read_lines(content: bytes, endpoint: str) -> tuple[list[Line], list[dict[str
     """The requests of a file in JSON lines, and what is wrong with it.
 
     Args:
-        content: The bytes of the file.
-        endpoint: The path that every line must name.
+        content: the bytes of the file.
+        endpoint: the path that every line must name.
     """
     lines: dict[str, Line] = {}
     errors: list[dict[str, Any]] = []

@@ -35,9 +35,9 @@ class Batch:
         """A batch that does not run.
 
         Args:
-            owner: The digest of an API key, as hexadecimal digits.
-            fields: The object.
-            lives: Seconds that its results live; None is those of the store.
+            owner: the digest of an API key, as hexadecimal digits.
+            fields: the object.
+            lives: seconds that its results live; None is those of the store.
         """
         self.owner, self.fields, self.lives = owner, fields, lives
         self.gone = asyncio.Event()  # set when its lines need not go on
@@ -62,9 +62,9 @@ class BatchRunner:
         """The batches that the store's folder holds; none runs before `start`.
 
         Args:
-            store: Holds their input and their results.
-            post: Sends the body of a line to a path of the server.
-            draining: Whether the server shuts down.
+            store: holds their input and their results.
+            post: sends the body of a line to a path of the server.
+            draining: whether the server shuts down.
         """
         self.store, self._post, self._draining = store, post, draining
         self.folder = store.folder / "batches"
@@ -91,9 +91,9 @@ class BatchRunner:
         """A new batch, which begins to run.
 
         Args:
-            owner: The digest of an API key.
-            fields: The fields that the client states: input file, endpoint, window, metadata.
-            lives: Seconds that its results live; None is those of the store.
+            owner: the digest of an API key.
+            fields: the fields that the client states: input file, endpoint, window, metadata.
+            lives: seconds that its results live; None is those of the store.
 
         Raises:
             StoreFullError: Too many batches are unfinished.
@@ -229,11 +229,11 @@ class BatchRunner:
         """Append the result of a line.
 
         Args:
-            batch: The batch of the line.
-            kind: The file that it belongs to, of `RESULTS`.
-            custom_id: The name of the line.
-            response: The status and the body of its answer.
-            failure: Why it has none.
+            batch: the batch of the line.
+            kind: the file that it belongs to, of `RESULTS`.
+            custom_id: the name of the line.
+            response: the status and the body of its answer.
+            failure: why it has none.
         """
         name = f"batch_req_{uuid.uuid4().hex}"
         result = {"id": name, "custom_id": custom_id, "response": response, "error": failure}

@@ -39,10 +39,10 @@ class FileStore:
         """The files that are in the folder.
 
         Args:
-            folder: Is made if it does not exist.
-            max_bytes: Largest size of all files.
-            seconds: Life of a file that states no other.
-            clock: Returns seconds since 1970.
+            folder: is made if it does not exist.
+            max_bytes: largest size of all files.
+            seconds: life of a file that states no other.
+            clock: returns seconds since 1970.
 
         Raises:
             RequestError: The folder cannot be used, or another server uses it.
@@ -78,8 +78,8 @@ class FileStore:
         """Raise StoreFullError unless there is room for another file.
 
         Args:
-            size: Bytes of the file.
-            name: What the message calls it.
+            size: bytes of the file.
+            name: what the message calls it.
         """
         self.drop_expired()
         if self.size + size > self.max_bytes:
@@ -100,11 +100,11 @@ class FileStore:
         """Store a file under a new id.
 
         Args:
-            owner: Who may read it.
-            content: Its bytes.
-            filename: The name that its owner gives it.
-            purpose: The use of the file.
-            seconds: Its life; None is that of the store.
+            owner: who may read it.
+            content: its bytes.
+            filename: the name that its owner gives it.
+            purpose: the use of the file.
+            seconds: its life; None is that of the store.
 
         Raises:
             StoreFullError: There is no room.
@@ -124,12 +124,12 @@ class FileStore:
         """Store a file for which there is room under its id, in place of one that has it.
 
         Args:
-            owner: Who may read it.
-            content: Its bytes.
-            filename: The name that its owner gives it.
-            purpose: The use of the file.
-            seconds: Its life; None is that of the store.
-            name: The id.
+            owner: who may read it.
+            content: its bytes.
+            filename: the name that its owner gives it.
+            purpose: the use of the file.
+            seconds: its life; None is that of the store.
+            name: the id.
         """
         current = int(self.clock())
         life = self.seconds if seconds is None else seconds
@@ -180,9 +180,9 @@ def page_of(entries: Iterable[Any], limit: int, after: str | None) -> dict[str, 
     """A list object with a page of entries, in OpenAI's form.
 
     Args:
-        entries: Objects with an id, in the order of the list.
-        limit: Entries of the page, at most.
-        after: The id of the entry before the page; None begins the list.
+        entries: objects with an id, in the order of the list.
+        limit: entries of the page, at most.
+        after: the id of the entry before the page; None begins the list.
 
     Raises:
         RequestError: No entry has that id.

@@ -35,9 +35,9 @@ class FrontendError(Exception):
 
         Args:
             status: HTTP status of the response, from 400 to 599.
-            message: Sent to the client.
-            param: Field of the request that is at fault, if it is one.
-            retry_after: Seconds after which the client may try again; None sends no Retry-After.
+            message: sent to the client.
+            param: field of the request that is at fault, if it is one.
+            retry_after: seconds after which the client may try again; None sends no Retry-After.
         """
         super().__init__(message)
         self.status, self.param, self.retry_after = status, param, retry_after
@@ -64,10 +64,10 @@ class Frontend:
         """A front end without requests in flight.
 
         Args:
-            engine: Generates the tokens.
-            model: Names, tokenizer and chat template of the model that the engine runs.
-            settings: Limits, timeouts and default control.
-            metrics: Record of the requests; None begins a new one.
+            engine: generates the tokens.
+            model: names, tokenizer and chat template of the model that the engine runs.
+            settings: limits, timeouts and default control.
+            metrics: record of the requests; None begins a new one.
         """
         self.engine, self.model, self.settings = engine, model, settings
         self.metrics = metrics or Metrics(engine, model.names[0], settings.metrics_prefix)
@@ -113,9 +113,9 @@ class Frontend:
         """Call a function in a thread of a pool, and return its result.
 
         Args:
-            pool: Whose thread makes the call.
-            function: May block.
-            *arguments: The arguments of the function.
+            pool: whose thread makes the call.
+            function: may block.
+            *arguments: the arguments of the function.
 
         Raises:
             FrontendError: The pool's queue is full (429).

@@ -55,13 +55,13 @@ class TextGrammar(Grammar):
         """The state before the first token.
 
         Args:
-            matcher: An `llguidance.LLMatcher` that nothing else advances.
-            vocabulary: Number of token ids, which sets the size of the mask.
-            name: The field of the request that states the grammar, for errors.
-            tokenizer: Writes text that is forced in tokens; None forces none.
-            pausing: Bits of the tokens with which free text may come to its end (`free_text`); None if the
+            matcher: an `llguidance.LLMatcher` that nothing else advances.
+            vocabulary: number of token ids, which sets the size of the mask.
+            name: the field of the request that states the grammar, for errors.
+            tokenizer: writes text that is forced in tokens; None forces none.
+            pausing: bits of the tokens with which free text may come to its end (`free_text`); None if the
                 grammar has no free text.
-            marks: See `Grammar`; None for none.
+            marks: see `Grammar`; None for none.
         """
         self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
         self._failure: RequestError | None = None
@@ -157,9 +157,9 @@ class Grammars:
         """A grammar at its beginning.
 
         Args:
-            name: The field of the request that states the grammar, for errors.
-            grammar: In the serialized form of llguidance.
-            markers: As in `Constraint`.
+            name: the field of the request that states the grammar, for errors.
+            grammar: in the serialized form of llguidance.
+            markers: as in `Constraint`.
 
         Raises:
             RequestError: The grammar is invalid, too long or too complex.
@@ -204,9 +204,9 @@ def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Seque
     others are allowed, they stay so until one of these has come.
 
     Args:
-        tokenizer: The tokenizer of the grammar.
-        vocabulary: Number of token ids.
-        markers: Texts; special tokens among them are never text.
+        tokenizer: the tokenizer of the grammar.
+        vocabulary: number of token ids.
+        markers: texts; special tokens among them are never text.
     """
     endings = [(marker.encode()[i:], i == 0) for marker in markers for i in range(len(marker.encode()))]
     bits = np.ones(-(-vocabulary // 32) * 32, np.uint8)
@@ -223,8 +223,8 @@ def marks_of(tokenizer: llguidance.LLTokenizer, vocabulary: int) -> dict[int, by
     """The texts of the tokens that are marks, see `Grammar`.
 
     Args:
-        tokenizer: The tokenizer of the grammar.
-        vocabulary: Number of token ids.
+        tokenizer: the tokenizer of the grammar.
+        vocabulary: number of token ids.
     """
     marks = {}
     for token in range(min(vocabulary, tokenizer.vocab_size)):

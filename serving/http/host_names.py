@@ -37,8 +37,8 @@ def accepted_hosts(listens_on: str, allowed: Sequence[str]) -> HostNames | None:
     """The names that requests to a server may have; None where any will do.
 
     Args:
-        listens_on: The address that the server listens on.
-        allowed: Names stated by its operator; "*" allows any. Without, only a loopback address is checked.
+        listens_on: the address that the server listens on.
+        allowed: names stated by its operator; "*" allows any. Without, only a loopback address is checked.
     """
     loopback = is_loopback(listens_on)
     if "*" in allowed or not (loopback or allowed):

@@ -28,11 +28,11 @@ async def post(
     """The answer to a POST request.
 
     Args:
-        app: The application, whose gate lets internal requests pass.
-        path: The path that the request is for.
-        body: The body, as JSON can hold it.
-        owner: The digest of the API key that the request is made for.
-        gone: Set when the answer is no longer wanted, as if the client had disconnected.
+        app: the application, whose gate lets internal requests pass.
+        path: the path that the request is for.
+        body: the body, as JSON can hold it.
+        owner: the digest of the API key that the request is made for.
+        gone: set when the answer is no longer wanted, as if the client had disconnected.
     """
     content, sent, chunks = json.dumps(body).encode(), False, []
     head: dict[str, Any] = {}

@@ -48,9 +48,9 @@ class Metrics:
         """Metrics without observations.
 
         Args:
-            engine: Its snapshot is read at each scrape.
-            model: Value of the label `model_name`.
-            prefix: The prefix of the metrics that vLLM has, before a colon.
+            engine: its snapshot is read at each scrape.
+            model: value of the label `model_name`.
+            prefix: the prefix of the metrics that vLLM has, before a colon.
         """
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, prefix))
@@ -88,8 +88,8 @@ def request_metrics(namespace: str, registry: CollectorRegistry) -> dict[str, An
     """The families of what is measured at each request, by their name in `RequestMetrics`.
 
     Args:
-        namespace: Before the names that vLLM has.
-        registry: The registry that the families belong to.
+        namespace: before the names that vLLM has.
+        registry: the registry that the families belong to.
     """
     label: dict[str, Any] = {"labelnames": ["model_name", "engine"], "registry": registry}
 
@@ -136,9 +136,9 @@ class RequestMetrics:
         """The series of one engine.
 
         Args:
-            families: From `request_metrics`.
-            model: Value of the label `model_name`.
-            engine: Value of the label `engine`.
+            families: from `request_metrics`.
+            model: value of the label `model_name`.
+            engine: value of the label `engine`.
         """
         self.ended = {
             reason: families["ended"].labels(model, engine, reason)
@@ -211,9 +211,9 @@ class EngineCollector(Collector):
         """A collector for one engine.
 
         Args:
-            engine: Its snapshot is read at each scrape.
-            model: Value of the label `model_name`.
-            prefix: The prefix of the metrics that vLLM has, before a colon.
+            engine: its snapshot is read at each scrape.
+            model: value of the label `model_name`.
+            prefix: the prefix of the metrics that vLLM has, before a colon.
         """
         self.engine, self.model, self.prefix = engine, model, prefix
 

@@ -19,8 +19,8 @@ def parts(content_type: str, body: bytes) -> Iterator[Part]:
     """The fields of a form, in order.
 
     Args:
-        content_type: The header Content-Type, which states the boundary.
-        body: The whole body.
+        content_type: the header Content-Type, which states the boundary.
+        body: the whole body.
 
     Raises:
         RequestError: The body is no such form.

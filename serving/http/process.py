@@ -238,9 +238,9 @@ def run(frontend: Frontend, listener: socket.socket, tracer_provider: Any = None
     """Serve until a signal, let requests in flight end, and return the exit status.
 
     Args:
-        frontend: Answers the requests; its engine is closed at the end.
-        listener: A socket that listens.
-        tracer_provider: An OpenTelemetry provider that receives a span per request; None traces nothing.
+        frontend: answers the requests; its engine is closed at the end.
+        listener: a socket that listens.
+        tracer_provider: an OpenTelemetry provider that receives a span per request; None traces nothing.
     """
     server = Server(frontend, tracer_provider)
     start_time = time.monotonic()

@@ -25,8 +25,8 @@ class RateLimiter:
         """Full buckets.
 
         Args:
-            limit: The limit of every client.
-            clock: Returns seconds.
+            limit: the limit of every client.
+            clock: returns seconds.
         """
         self.limit, self.clock = limit, clock
         self._buckets: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # requests left, and when

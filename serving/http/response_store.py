@@ -27,10 +27,10 @@ class ResponseStore:
         """An empty store.
 
         Args:
-            most: Responses kept.
-            max_bytes: Size of all responses and conversations as JSON.
-            seconds: Life of a response.
-            clock: Returns seconds.
+            most: responses kept.
+            max_bytes: size of all responses and conversations as JSON.
+            seconds: life of a response.
+            clock: returns seconds.
         """
         self.most, self.max_bytes, self.seconds, self.clock = most, max_bytes, seconds, clock
         self.size = 0
@@ -43,9 +43,9 @@ class ResponseStore:
         """Store a response, and return whether it fits.
 
         Args:
-            owner: Who may read it.
-            answer: With its `id`.
-            messages: The conversation up to its end.
+            owner: who may read it.
+            answer: with its `id`.
+            messages: the conversation up to its end.
         """
         size = len(pydantic_core.to_json([answer, messages]))
         if size > self.max_bytes:

@@ -34,10 +34,10 @@ class ServedModel:
         """The token ids of a prompt.
 
         Args:
-            prompt: A text, or token ids, which are returned as they are.
-            special: Add the special tokens that the model expects around a text, such as BOS.
-            name: The field of the request that states the prompt, for errors.
-            rendered: Whether the text is from `chat`.
+            prompt: a text, or token ids, which are returned as they are.
+            special: add the special tokens that the model expects around a text, such as BOS.
+            name: the field of the request that states the prompt, for errors.
+            rendered: whether the text is from `chat`.
 
         Raises:
             RequestError: An id is outside the vocabulary, or tokenizer.json cannot split the text.
@@ -88,10 +88,10 @@ class ServedModel:
         """The prompt that the chat template makes of messages.
 
         Args:
-            messages: Objects with `role` and `content`.
-            continue_last: End the prompt with the last message, for the model to continue it.
-            variables: The client's variables for the template.
-            **stated: The server's variables, which the client's override.
+            messages: objects with `role` and `content`.
+            continue_last: end the prompt with the last message, for the model to continue it.
+            variables: the client's variables for the template.
+            **stated: the server's variables, which the client's override.
 
         Raises:
             RequestError: The template refuses the messages, or a variable is reserved.
@@ -128,12 +128,12 @@ def describe(
     """The text side of a loaded model.
 
     Args:
-        model: The model.
-        path: Its directory, as reported to clients.
-        names: Names under which requests may ask for it.
-        context: Most tokens of a prompt and its continuation together.
-        template: Chat template in place of the model's; without either, the plain one.
-        defaults: Sampling parameters by name; None is those of the model's generation_config.json.
+        model: the model.
+        path: its directory, as reported to clients.
+        names: names under which requests may ask for it.
+        context: most tokens of a prompt and its continuation together.
+        template: chat template in place of the model's; without either, the plain one.
+        defaults: sampling parameters by name; None is those of the model's generation_config.json.
 
     Raises:
         RequestError: The model has no tokenizer.

@@ -27,10 +27,10 @@ class WorkerPool:
         """A pool without work.
 
         Args:
-            name: The name of its threads.
-            threads: How many.
-            queue: Calls that may wait for a thread.
-            nice: Added to the niceness of the threads, where the system allows that.
+            name: the name of its threads.
+            threads: how many.
+            queue: calls that may wait for a thread.
+            nice: added to the niceness of the threads, where the system allows that.
         """
         self.threads, self.queue = threads, queue
         self.pending = 0  # calls that wait or run

@@ -57,8 +57,8 @@ class Entropic(GainFields):
         use for.
 
         Args:
-            default: The server's control.
-            temperature: The temperature that the request asks for.
+            default: the server's control.
+            temperature: the temperature that the request asks for.
         """
         gains: dict[str, Any] = {}
         for line in PER_REQUEST:

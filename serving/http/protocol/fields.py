@@ -133,9 +133,9 @@ def usage(prompt: int, completion: int, cached: int) -> Mapping[str, Any]:
     """The `usage` object of an answer.
 
     Args:
-        prompt: Tokens of the prompt.
-        completion: Tokens generated.
-        cached: Tokens of the prompt that the prefix cache supplied, at most `prompt`.
+        prompt: tokens of the prompt.
+        completion: tokens generated.
+        cached: tokens of the prompt that the prefix cache supplied, at most `prompt`.
     """
     return {
         "prompt_tokens": prompt,

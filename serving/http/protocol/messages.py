@@ -223,8 +223,8 @@ class CountTokensBody(SamplingFields):
         """The same request of chat completions. Raises ValidationError.
 
         Args:
-            max_tokens: Most tokens of the answer.
-            stream: Whether the answer is streamed.
+            max_tokens: most tokens of the answer.
+            stream: whether the answer is streamed.
         """
         fields: dict[str, Any] = {line.name: getattr(self, line.name) for line in PASSED}
         fields |= {name: getattr(self, name) for name in ("model", "priority", "deadline", "entropic")}

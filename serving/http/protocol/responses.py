@@ -203,7 +203,7 @@ class ResponsesBody(SamplingFields):
         """The same request of chat completions. Raises ValidationError.
 
         Args:
-            messages: The messages of the conversation, without the instructions.
+            messages: the messages of the conversation, without the instructions.
         """
         fields: dict[str, Any] = {line.name: getattr(self, line.name) for line in PASSED}
         same = ("model", "stream", "priority", "deadline", "entropic", "parallel_tool_calls")

@@ -59,9 +59,9 @@ def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constr
     """Raise a conflict where tools, the choice and another constraint of the text do not fit together.
 
     Args:
-        tools: The tools that the model may call.
-        choice: Among them.
-        constrained: Whether response_format or structured_outputs constrain the text.
+        tools: the tools that the model may call.
+        choice: among them.
+        constrained: whether response_format or structured_outputs constrain the text.
     """
     names = [tool.function.name for tool in tools or ()]
     if twice := next((name for name in names if names.count(name) > 1), None):

@@ -18,10 +18,10 @@ async def start(frontend: Frontend, http: HttpRequest, body: ChatBody, name: str
     """Submit a conversation to the engine.
 
     Args:
-        frontend: Its model writes the prompt, its engine the message.
-        http: The request.
-        body: The conversation, as chat completions state it.
-        name: Id of the answer.
+        frontend: its model writes the prompt, its engine the message.
+        http: the request.
+        body: the conversation, as chat completions state it.
+        name: id of the answer.
 
     Raises:
         FrontendError: The body is refused, or the server cannot take it.

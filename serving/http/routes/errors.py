@@ -103,9 +103,9 @@ def body(status: int, message: str, param: str | None = None, path: str = "") ->
 
     Args:
         status: HTTP status, from 400 to 599; decides `type`.
-        message: For the client.
-        param: Field of the request that is at fault, if it is one.
-        path: The path that was requested; decides the form.
+        message: for the client.
+        param: field of the request that is at fault, if it is one.
+        path: the path that was requested; decides the form.
     """
     if ANTHROPIC_PATHS in path:
         kind = ANTHROPIC_TYPES.get(status, "api_error")
@@ -125,10 +125,10 @@ def answer(
 
     Args:
         status: HTTP status, from 400 to 599.
-        message: For the client; characters that are not Unicode are replaced.
-        param: Field of the request that is at fault, if it is one.
-        headers: Further headers, such as Retry-After.
-        path: The path that was requested; decides the form.
+        message: for the client; characters that are not Unicode are replaced.
+        param: field of the request that is at fault, if it is one.
+        headers: further headers, such as Retry-After.
+        path: the path that was requested; decides the form.
     """
     text = json.dumps(body(status, message, param, path)).encode("utf-8", "replace")
     return Response(text, status, dict(headers or {}), media_type="application/json")
@@ -186,7 +186,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Report refusals of chat's fields under the names that another API gives them.
 
     Args:
-        names: Those of the API, by chat's.
+        names: those of the API, by chat's.
 
     Raises:
         FrontendError: Instead of the ValidationError or FrontendError of chat.

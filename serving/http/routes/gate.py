@@ -48,15 +48,15 @@ class Gate:
         """Middleware before an application.
 
         Args:
-            app: Receives the requests that are admitted.
-            api_keys: A request must present one of these; if empty, it needs none.
-            max_bytes: Largest body of a request, in bytes.
-            log_requests: Log a line per request, except for the paths in `QUIET`.
-            hosts: The hosts that the header Host may name; None is any.
-            limiter: The limiter of POST requests, for each API key, or for each address without keys; None is
+            app: receives the requests that are admitted.
+            api_keys: a request must present one of these; if empty, it needs none.
+            max_bytes: largest body of a request, in bytes.
+            log_requests: log a line per request, except for the paths in `QUIET`.
+            hosts: the hosts that the header Host may name; None is any.
+            limiter: the limiter of POST requests, for each API key, or for each address without keys; None is
                 no limit.
-            on_limited: Called for each request above the limit.
-            origins: Other sites whose pages may send requests; "*" is any.
+            on_limited: called for each request above the limit.
+            origins: other sites whose pages may send requests; "*" is any.
         """
         self.app, self.max_bytes, self.log_requests, self.hosts = app, max_bytes, log_requests, hosts
         self.limiter, self.on_limited, self.origins = limiter, on_limited, origins

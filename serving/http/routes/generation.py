@@ -25,9 +25,9 @@ class Choice:
     """A text that is being generated: its output stream, and how much of it has been sent.
 
     Args:
-        index: Its `index` in the answer, from 0.
-        prompt: Token ids.
-        output_stream: Its deltas; None where no token is to be generated.
+        index: its `index` in the answer, from 0.
+        prompt: token ids.
+        output_stream: its deltas; None where no token is to be generated.
     """
 
     def __init__(self, index: int, prompt: Sequence[int], output_stream: OutputStream | None) -> None:
@@ -68,9 +68,9 @@ async def finished(frontend: Frontend, choices: Sequence[Choice], silent: bool) 
     """One delta per choice, once all have ended; the first failure ends the others.
 
     Args:
-        frontend: Follows the output streams.
-        choices: Texts of which nothing has been read.
-        silent: Leave the generated tokens out, since only the prompt is evaluated (`max_tokens` 0).
+        frontend: follows the output streams.
+        choices: texts of which nothing has been read.
+        silent: leave the generated tokens out, since only the prompt is evaluated (`max_tokens` 0).
     """
     try:
         async with asyncio.TaskGroup() as group:
@@ -94,7 +94,7 @@ async def arriving(
     """The deltas of all choices as they come.
 
     Args:
-        frontend, choices, silent: As for `finished`.
+        frontend, choices, silent: as for `finished`.
     """
     sources = [_deltas_of(frontend, choice, silent) for choice in choices]
     async with contextlib.aclosing(merged(sources)) as news:  # type: ignore[type-var]
@@ -124,9 +124,9 @@ class EventStream(StreamingResponse):
     """Server-sent events. Their engine requests end as soon as the client disconnects.
 
     Args:
-        source: Encoded events.
-        frontend: Cancels the engine requests.
-        choices: The texts in the stream.
+        source: encoded events.
+        frontend: cancels the engine requests.
+        choices: the texts in the stream.
     """
 
     def __init__(self, source: AsyncIterator[bytes], frontend: Frontend, choices: Sequence[Choice]) -> None:
@@ -152,11 +152,11 @@ async def events(
     """The events of a stream: a chunk for each delta, the usage, the end.
 
     Args:
-        choices: The texts in the stream, whose tokens make up the usage.
-        body: Holds the stream options.
-        head: Fields that every event begins with, from `head_of`.
-        render: Returns the entries of `choices` for a delta, one event each.
-        news: Deltas as they come, each with its choice.
+        choices: the texts in the stream, whose tokens make up the usage.
+        body: holds the stream options.
+        head: fields that every event begins with, from `head_of`.
+        render: returns the entries of `choices` for a delta, one event each.
+        news: deltas as they come, each with its choice.
     """
     options = body.stream_options
     include = bool(options and options.include_usage)

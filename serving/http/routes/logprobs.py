@@ -22,11 +22,11 @@ def of_completion(
     """The four lists of completions, with each token's measures.
 
     Args:
-        prompt: Tokens of an echoed prompt; empty without echo.
-        tokens: Tokens generated since the last chunk.
-        most: Alternatives listed per token at most, in addition to the token itself.
-        offset: Characters of the text before the first of these tokens.
-        name: Names a token, as `naming` returns it.
+        prompt: tokens of an echoed prompt; empty without echo.
+        tokens: tokens generated since the last chunk.
+        most: alternatives listed per token at most, in addition to the token itself.
+        offset: characters of the text before the first of these tokens.
+        name: names a token, as `naming` returns it.
     """
     offsets, position = [], offset
     for text in [*(token.text for token in prompt), *(token.text for token in tokens)]:
@@ -58,11 +58,11 @@ def listed(
     that the largest value belongs to the most probable token.
 
     Args:
-        token: Id of the token that came.
-        logprob: Its natural log-probability.
-        top: The likeliest tokens, in order.
-        most: Alternatives listed at most, in addition to the token itself.
-        name: Names a token, as `naming` returns it.
+        token: id of the token that came.
+        logprob: its natural log-probability.
+        top: the likeliest tokens, in order.
+        most: alternatives listed at most, in addition to the token itself.
+        name: names a token, as `naming` returns it.
     """
     logprobs: dict[str, float | None] = {}
     for alternative in [*top[:most], Alternative(token, logprob)]:
@@ -74,9 +74,9 @@ def of_chat(tokens: Sequence[Token], most: int, name: Name) -> dict[str, Any]:
     """One entry a token.
 
     Args:
-        tokens: Tokens generated since the last chunk.
-        most: Alternatives listed per token at most.
-        name: Names a token, as `naming` returns it.
+        tokens: tokens generated since the last chunk.
+        most: alternatives listed per token at most.
+        name: names a token, as `naming` returns it.
     """
 
     def entry(token: int, logprob: float | None) -> dict[str, Any]:
@@ -104,9 +104,9 @@ def of_prompt(prompt: Sequence[PromptToken], most: int, name: Name) -> list[dict
     """The `prompt_logprobs` of vLLM: for each token of the prompt but the first, the candidates by id.
 
     Args:
-        prompt: Tokens of the prompt, in order.
-        most: Alternatives listed per token at most, in addition to the token itself.
-        name: Names a token, as `naming` returns it.
+        prompt: tokens of the prompt, in order.
+        most: alternatives listed per token at most, in addition to the token itself.
+        name: names a token, as `naming` returns it.
     """
     rows: list[dict[str, Any] | None] = []
     for token in prompt:

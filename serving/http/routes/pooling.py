@@ -27,13 +27,13 @@ async def tokens_of(
     """The token ids of each text. FrontendError for one that is too long, and for too many of them.
 
     Args:
-        frontend: Whose model and limits hold.
-        http: The request, whose size decides which threads work on it.
-        body: Says how many tokens to keep of each text.
-        name: The name of the field that holds the texts.
-        texts: Texts, or token ids.
-        longest: Tokens of a text, at most.
-        special: Add the special tokens that the model expects around a text.
+        frontend: whose model and limits hold.
+        http: the request, whose size decides which threads work on it.
+        body: says how many tokens to keep of each text.
+        name: the name of the field that holds the texts.
+        texts: texts, or token ids.
+        longest: tokens of a text, at most.
+        special: add the special tokens that the model expects around a text.
     """
     model, most = frontend.model, frontend.settings.limits.sequences
 
@@ -61,10 +61,10 @@ async def embedded(
     """Pooled hidden states of texts, float32 `[texts, dimensions]`; None if the client has disconnected.
 
     Args:
-        frontend: Whose engine embeds.
-        http: The request, whose client may leave.
-        texts: Token ids of each text.
-        pooling: The pooling of the hidden states.
+        frontend: whose engine embeds.
+        http: the request, whose client may leave.
+        texts: token ids of each text.
+        pooling: the pooling of the hidden states.
 
     Raises:
         FrontendError: The request took too long (408), or the result is not finite (500).

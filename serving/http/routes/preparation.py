@@ -30,11 +30,11 @@ def requests_of(
     """Requests for one prompt, which differ in their seed. RequestError for a field that is out of range.
 
     Args:
-        frontend: Whose model and limits hold.
-        body: Holds the sampling parameters.
-        prompt: Token ids, at least one and fewer than the model's context.
-        count: Number of requests.
-        most: Tokens to generate at most; the context may leave room for fewer.
+        frontend: whose model and limits hold.
+        body: holds the sampling parameters.
+        prompt: token ids, at least one and fewer than the model's context.
+        count: number of requests.
+        most: tokens to generate at most; the context may leave room for fewer.
     """
     limits, context = frontend.settings.limits, frontend.model.context
     if isinstance(body.stop, list) and len(body.stop) > limits.stops:
@@ -70,12 +70,12 @@ def engine_requests_of(
     """The engine requests, each with its own state of the body's grammar, if it has one.
 
     Args:
-        frontend: Supplies the default control, the timeout and the grammars.
-        body: Holds control, priority, deadline and grammar.
-        requests: Prompts with their sampling parameters.
-        name: Id of the answer, with which the ids of the engine requests begin.
-        logprobs: Alternatives reported per generated token; None reports no log-probabilities.
-        prompt_logprobs: The same per token of the prompt.
+        frontend: supplies the default control, the timeout and the grammars.
+        body: holds control, priority, deadline and grammar.
+        requests: prompts with their sampling parameters.
+        name: id of the answer, with which the ids of the engine requests begin.
+        logprobs: alternatives reported per generated token; None reports no log-probabilities.
+        prompt_logprobs: the same per token of the prompt.
     """
     default = frontend.settings.control
     constraint = constraint_of(frontend, body)
@@ -133,10 +133,10 @@ async def start(
     """Prepare engine requests and submit them.
 
     Args:
-        frontend: Submits the engine requests.
-        http: The request, whose size decides which threads prepare it.
-        body: The body of the request.
-        prepare: Returns the engine requests, and for every text its prompt and its engine request. Runs in a
+        frontend: submits the engine requests.
+        http: the request, whose size decides which threads prepare it.
+        body: the body of the request.
+        prepare: returns the engine requests, and for every text its prompt and its engine request. Runs in a
             thread, since long prompts take their time.
     """
     frontend.check_able()

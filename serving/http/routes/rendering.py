@@ -21,7 +21,7 @@ def head_of(name: str, kind: str, model: str) -> dict[str, Any]:
     """The fields that every answer begins with.
 
     Args:
-        name, kind, model: Values of the fields `id`, `object` and `model`.
+        name, kind, model: values of the fields `id`, `object` and `model`.
     """
     return {"id": name, "object": kind, "created": int(time.time()), "model": model}
 
@@ -30,8 +30,8 @@ def entropic(body: SamplingBody, delta: Delta) -> dict[str, Any]:
     """The `entropic` object of a choice: a summary at its end, and the trace if requested.
 
     Args:
-        body: Says whether the trace is requested.
-        delta: The new tokens; the last delta of a choice holds the summary.
+        body: says whether the trace is requested.
+        delta: the new tokens; the last delta of a choice holds the summary.
     """
     fields: dict[str, Any] = {}
     if delta.finish_reason is not None:

@@ -36,11 +36,11 @@ class ResponseMessage:
         """A message before its first token.
 
         Args:
-            frontend: Generates it.
-            body: The request.
-            chat: The same as a request of chat.
-            head: Fields that the response begins with.
-            choices: The one text that is generated.
+            frontend: generates it.
+            body: the request.
+            chat: the same as a request of chat.
+            head: fields that the response begins with.
+            choices: the one text that is generated.
         """
         self.frontend, self.body, self.chat, self.head, self.choices = frontend, body, chat, head, choices
         self.blocks = Blocks()

@@ -81,11 +81,11 @@ async def _scores(
     """The score of each document, and the usage; None if the client has disconnected.
 
     Args:
-        frontend: Whose engine computes them.
-        body: Says how.
-        http: The request.
-        queries: A field, and its texts: one for all documents, or one for each.
-        documents: The same for the documents.
+        frontend: whose engine computes them.
+        body: says how.
+        http: the request.
+        queries: a field, and its texts: one for all documents, or one for each.
+        documents: the same for the documents.
     """
     if body.scoring == "embedding":
         return await _cosines(frontend, body, http, queries, documents)
@@ -136,11 +136,11 @@ async def _mean_logprobs(
     """The mean log-probability of the last tokens of each prompt, in nats; None if the client has left.
 
     Args:
-        frontend: Submits the prompts, whose log-probabilities prefill computes.
-        http: The request, whose client may leave.
-        body: Names the model, or an adapter.
-        prompts: Token ids.
-        lengths: How many tokens at the end of each prompt count.
+        frontend: submits the prompts, whose log-probabilities prefill computes.
+        http: the request, whose client may leave.
+        body: names the model, or an adapter.
+        prompts: token ids.
+        lengths: how many tokens at the end of each prompt count.
     """
     name = preparation.identifier("score", None)
     engine_requests = [

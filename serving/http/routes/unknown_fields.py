@@ -33,9 +33,9 @@ async def warn(http: Request, body: BaseModel, response: Response) -> Response:
     """The response, with a header about misspelled fields, which are logged as well.
 
     Args:
-        http: The request, whose body was read.
-        body: What it was read as.
-        response: The answer to it.
+        http: the request, whose body was read.
+        body: what it was read as.
+        response: the answer to it.
     """
     tree: Any = await http.json()  # which Starlette has kept
     if not isinstance(tree, Mapping):

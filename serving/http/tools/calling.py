@@ -23,8 +23,8 @@ class ToolCalling:
         """The formats that the model's chat template for tools shows, unless others are stated.
 
         Args:
-            model: Its tokenizer and chat template.
-            call_format: A name in `formats.FORMATS`; None detects it.
+            model: its tokenizer and chat template.
+            call_format: a name in `formats.FORMATS`; None detects it.
             reasoning: "think" or "none"; None detects it.
         """
         self.model = model

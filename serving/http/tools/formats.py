@@ -101,12 +101,12 @@ def grammar(
     """The grammar of a text that calls tools, in the serialized form of llguidance.
 
     Args:
-        form: The format of the calls.
-        tools: Functions that may be called: `name` and, where there is one, the schema `parameters`.
-        special: Markers that are special tokens, by text.
-        required: The text is calls alone; else it is free until a call begins.
-        parallel: Several calls may follow each other.
-        reasoning: Whether a thought may come first; True if it has begun in the prompt, None without one.
+        form: the format of the calls.
+        tools: functions that may be called: `name` and, where there is one, the schema `parameters`.
+        special: markers that are special tokens, by text.
+        required: the text is calls alone; else it is free until a call begins.
+        parallel: several calls may follow each other.
+        reasoning: whether a thought may come first; True if it has begun in the prompt, None without one.
     """
     write = Terminals(special)
     rules = ["FREE: /(.|\\n)*/"]

@@ -40,10 +40,10 @@ class MessageParser:
         """A parser before the first token.
 
         Args:
-            form: The format of the calls; None where the text has none.
-            reasoning: Whether the text may begin with a thought; True if it has begun in the prompt, None if
+            form: the format of the calls; None where the text has none.
+            reasoning: whether the text may begin with a thought; True if it has begun in the prompt, None if
                 thoughts are content.
-            special: Markers that are special tokens, whose texts are left out of the tokens.
+            special: markers that are special tokens, whose texts are left out of the tokens.
         """
         self.form, self.num_calls = form, 0
         self._markers = {token: marker for marker, token in (special or {}).items()}
