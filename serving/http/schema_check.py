@@ -217,13 +217,23 @@ class _Statements:
             key = part.replace("~1", "/").replace("~0", "~")
             if isinstance(target, dict) and key in target:
                 target = target[key]
-            elif isinstance(target, list) and key in (places := [str(i) for i in range(len(target))]):
-                target = target[places.index(key)]
+            elif isinstance(target, list) and (place := _place(key)) is not None and place < len(target):
+                target = target[place]
             else:
                 return True
             if isinstance(target, dict) and "$id" in target:
                 return True
         return target
+
+
+def _place(key: str) -> int | None:
+    """The place in a list that a part of a reference names; None if it names none.
+
+    >>> _place("17"), _place("017"), _place("x")
+    (17, None, None)
+    """
+    is_number = key.isascii() and key.isdecimal() and len(key) < 10 and key == str(int(key))
+    return int(key) if is_number else None
 
 
 def _types(schema: dict[str, Any]) -> set[str]:

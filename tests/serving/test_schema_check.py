@@ -142,3 +142,16 @@ def test_sets_beyond_the_most_work_are_looked_at_singly():
     for last, finite in ((NULL, True), ({"$ref": "#/$defs/a0"}, False)):
         assert admits_finite_value({**schema, "$defs": {**referring, "a4000": last}}) == finite
     assert time.perf_counter() - begin < 20
+
+
+def test_references_to_places_in_long_lists_take_no_time():
+    choices = [{}] * 8000
+    schema = {"anyOf": choices, "type": "object", "required": [f"a{i}" for i in range(4000)]}
+    schema["properties"] = {f"a{i}": {"$ref": "#/anyOf/7999"} for i in range(4000)}
+    begin = time.process_time()
+    assert admits_finite_value(schema)
+    assert time.process_time() - begin < 2
+    ends = {"prefixItems": [{"$ref": "#/prefixItems/1"}, SELF], **LIST}
+    assert not admits_finite_value(ends)
+    for key in ("01", "2", "-1", "²", "9" * 5000):  # no place in the list
+        assert admits_finite_value({**LIST, "prefixItems": [{"$ref": f"#/prefixItems/{key}"}, SELF]})
