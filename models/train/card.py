@@ -141,6 +141,7 @@ def recipe(model: Path) -> str:
         raise ValueError(f"model: {model / history.FILE} is missing; export the model again")
     tokens = [s["tokens"] for r in rounds for s in r["stages"]]
     commands = "\n".join(f"    {r['command']}" for r in rounds)
+    notes = "".join(f" Round {i}: {r['note']}." for i, r in enumerate(rounds, 1) if "note" in r)
     stages = "; ".join(
         f"round {i}: "
         + ", ".join(
@@ -153,7 +154,7 @@ def recipe(model: Path) -> str:
         f"""{sum(tokens) / 1e6:.1f} million tokens in all, {sum(r["hours"] for r in rounds):.1f} hours of
         steps. {stages[0].upper() + stages[1:]}. The two cores were shared with other work. All other settings
         are the defaults of `models.train`; WORK is a folder of your own, BEFORE the model that the round
-        before exported, whose tokenizer stays. What is exported is an average of the late weights."""
+        before exported, whose tokenizer stays. What is exported is an average of the late weights.{notes}"""
     )
     return f"""## Recipe
 
