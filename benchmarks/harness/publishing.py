@@ -16,6 +16,7 @@ from .tables import Table, markdown, print_tables
 PAGE_OF = {  # the page that holds the tables of a benchmark
     "ablation": "ablation.md",
     "ablation.certificate": "ablation.md",
+    "ablation.second_pass": "ablation.md",
     "decode": "decoding.md",
     "decode.quantization": "quantization.md",
     "entropy": "entropy.md",

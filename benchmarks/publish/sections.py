@@ -18,6 +18,7 @@ DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-n
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
     "ablation.certificate": "certificate-amd-epyc.json",
+    "ablation.second_pass": "second-pass-amd-epyc.json",
     "decode.quantization": "quantization-amd-epyc.json",
     "entropy": "entropy-amd-epyc.json",
     "kernels": "kernels-amd-epyc.json",
