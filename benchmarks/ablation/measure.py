@@ -22,6 +22,7 @@ from ..harness.preset_names import with_current_names
 from .guards import guards
 from .kv_precision import kv_precision, kv_precision_speed
 from .larger_model import larger_model
+from .page_rules import page_rules
 from .recall import LONGEST, QUESTION_LENGTH, filler_of, recall, selectors
 from .stress import estimators, held
 
@@ -31,6 +32,7 @@ STUDIES = (
     "information",
     "recall",
     "selectors",
+    "page_rules",
     "shape",
     "pages",
     "load",
@@ -121,6 +123,11 @@ class Run:
                 return selectors(workload, filler, d, s, quick)
 
             yield "selectors", {"distance": distance, "seed": seed}, make
+
+            def make(d=distance, s=seed):
+                return page_rules(workload, filler, d, s, quick)
+
+            yield "page_rules", {"distance": distance, "seed": seed}, make
         yield from self.shapes()
         near = 384 if quick else LONGEST
         yield "pages", {}, lambda: kv_precision_speed(workload, min(near, LONGEST - 26 * 8), quick)

@@ -27,9 +27,24 @@ CASES = 4  # windows read together
 
 
 class Windows:
-    """Texts of one length with facts and questions about them, prefilled up to the questions."""
+    """Texts of one length with facts and questions about them, prefilled up to the questions.
 
-    def __init__(self, workload: Workload, filler: generator.Filler, distance: int, seed: int) -> None:
+    Args:
+        workload: model and text.
+        filler: text between the facts and the questions.
+        distance: tokens between a fact and its question.
+        seed: the seed of the facts.
+        page_information: as in `ablation.read`.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        filler: generator.Filler,
+        distance: int,
+        seed: int,
+        page_information: bool = False,
+    ) -> None:
         windows = [
             generator.make_window(np.random.default_rng((9, distance, seed, i)), distance, filler, header="")
             for i in range(CASES)
@@ -42,7 +57,10 @@ class Windows:
             for tokens, answers in windows
         ]
         self.state = ablation.read(
-            workload.subject, [t[:-QUESTION_LENGTH] for t in texts], QUESTION_LENGTH + 1
+            workload.subject,
+            [t[:-QUESTION_LENGTH] for t in texts],
+            QUESTION_LENGTH + 1,
+            page_information=page_information,
         )
 
     def ask(self, workload: Workload, setting: Preset) -> tuple[list[tuple[str, bool]], float]:

@@ -68,6 +68,7 @@ STUDY_TABLES: dict[str, Callable[[list[dict[str, Any]]], Table]] = {
     "information": shared_tables.information,
     "recall": study_tables.recalled,
     "selectors": study_tables.selectors,
+    "page_rules": study_tables.page_rules,
     "speed": shared_tables.timed("Speed of the embedded model, one sequence"),
     "shape": study_tables.larger_model,
     "pages": study_tables.kv_precision,

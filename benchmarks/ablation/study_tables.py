@@ -65,6 +65,29 @@ def curves(rows: Rows) -> Rows:
     ]
 
 
+def page_rules(rows: Rows) -> Table:
+    """Every arm under fixed ε: what it reads, and what it loses against dense attention."""
+    dense = [r for r in rows if r["arm"] == "dense"]
+    lines = []
+    for (limit, name), selected in split(rows, "limit", "arm"):
+        change = compared(selected, dense, "bits_per_byte", "seed")
+        questions = sum(r["questions"] for r in selected)
+        right = sum(r["right"] * r["questions"] for r in selected)
+        lines.append(
+            [
+                f"{limit:g}",
+                name,
+                f"{mean(selected, 'kept'):.3f}",
+                f"{mean(selected, 'bytes_read') / 1e6:.2f}",
+                f"{mean(selected, 'bits_per_byte'):.4f}",
+                "" if name == "dense" else worded(change, 2),
+                f"{right:.0f} of {questions}",
+            ]
+        )
+    head = ["ε", "arm", "kept", "MB/token", "bits/byte", "against dense, % (95 %)", "answered"]
+    return "Rules of page selection, one at a time under fixed ε", head, lines
+
+
 def larger_model(rows: Rows) -> Table:
     """The reference model and other engines: `full-lossy` over each."""
     lines = []

@@ -41,6 +41,7 @@ def read(
     dtype: Any = None,
     temperature: float = 1.0,
     seed: int = 0,
+    page_information: bool = False,
 ) -> State:
     """A state that has read the prompts and has room for `tokens` more of each, under no control.
 
@@ -52,16 +53,18 @@ def read(
         dtype: the dtype of the cache, by default the one the model computes in.
         temperature: at which tokens are sampled where no law sets it.
         seed: the seed of the run's random key.
+        page_information: whether the cache keeps what page selection by "surprisal" and "mahalanobis" needs.
     """
     context = max(map(len, prompts)) + int(np.max(tokens))
     dtype = jax.tree.leaves(subject.params)[0].dtype if dtype is None else dtype
     # Whole pages of the largest size in use, so that `resume` can merge pages.
     room = -(-context // 128) * 128
+    kept = dict(moments=page_information, surprisal=page_information)
     return loop.start(
         subject.decoder,
         subject.params,
         chain(),
-        allocate(subject.decoder.shape, len(prompts), room, page_size=page_size, dtype=dtype),
+        allocate(subject.decoder.shape, len(prompts), room, page_size=page_size, dtype=dtype, **kept),
         prompts,
         key=jax.random.key(seed),
         max_tokens=tokens,
