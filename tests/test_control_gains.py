@@ -143,16 +143,23 @@ def test_the_lowest_limit_of_dropped_mass_is_at_most_the_limit():
     for stated, got in (
         (((lowest, 0.2), (limit, 0.1)), "= 0.1; got 0.2"),
         (((lowest, 0.012), (limit, 0.01)), "= 0.01; got 0.012"),
-        (((lowest, 0.2),), "= 0.03; got 0.2"),
+        (((lowest, 0.2),), "= 0.02; got 0.2"),
     ):
         with pytest.raises(RequestError, match=f"^{lowest} must be at most {limit} {got}$") as error:
             limits(*stated)
         assert error.value.param == lowest
     assert limits((lowest, 0.2), (limit, 0.2))[lowest] == 0.2
-    assert limits((limit, 0.001))[lowest] == 0.001  # a default follows
-    assert pruning_law(Gains(dropped_mass_limit=0.0)).lowest_dropped_mass_limit == 0.0
-    with pytest.raises(ParameterError, match=f"^{lowest} must be at most {limit} = 0.03; got 0.2$"):
+    with pytest.raises(ParameterError, match=f"^{lowest} must be at most {limit} = 0.02; got 0.2$"):
         pruning_law(Gains(lowest_dropped_mass_limit=0.2))
+
+
+def test_without_a_lowest_limit_of_dropped_mass_the_limit_is_fixed():
+    assert control_options.gains(Control("meso-lossy"), None).lowest_dropped_mass_limit is None
+    for limit in (0.0, 0.001, 0.5):
+        law = pruning_law(Gains(dropped_mass_limit=limit))
+        assert (law.dropped_mass_limit, law.lowest_dropped_mass_limit) == (limit, limit)
+    replaced = Gains(dropped_mass_limit=0.1).replace(dropped_mass_limit=0.3)
+    assert pruning_law(replaced).lowest_dropped_mass_limit == 0.3
 
 
 def test_auto_needs_a_calibration():

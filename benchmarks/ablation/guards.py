@@ -15,10 +15,11 @@ from entropic_jax.control.pruning import Pruning
 from entropic_jax.methods.presets import FINE_PAGES, pruning_law
 from entropic_jax.state.pytree import pytree
 
-from .stress import SCALES, SCORED, scaled
+from .stress import LOWEST_PART, SCALES, SCORED, scaled
 
 BIASES = (-1.0, 1.0)  # nats
 LARGE_LIMIT = 0.3  # ε_max at which pruning costs something, so that a guard has something to save
+BASE = "ε by H₁"
 
 
 @pytree
@@ -37,7 +38,7 @@ class Biased:
 
 
 class Arm(NamedTuple):
-    """One configuration of pruning, which differs from `meso-lossy` in one thing."""
+    """One configuration of pruning, which differs from `BASE` in one thing."""
 
     law: Pruning
     pages: Selection
@@ -45,10 +46,10 @@ class Arm(NamedTuple):
 
 
 def arms(law: Pruning, belief_temperature: float, scale: float) -> dict[str, Arm]:
-    """The arms by name: `meso-lossy`, arms that differ from it in one guard, and one without the guards of ε.
+    """The arms by name: `BASE`, arms that differ from it in one guard, and one without the guards of ε.
 
     Args:
-        law: the pruning law of `meso-lossy`.
+        law: the pruning law with every guard, whose ε follows H₁.
         belief_temperature: T_cal of the model.
         scale: factor of the logits.
     """
@@ -62,7 +63,7 @@ def arms(law: Pruning, belief_temperature: float, scale: float) -> dict[str, Arm
 
     bare = {"patience": 0, "rate": 1.0, "smoothing": 1.0}
     return {
-        "meso-lossy": altered(),
+        BASE: altered(),
         "H_min 0.5": altered(entropy_floor=0.5),
         "ε_H 0.5": altered(entropy_error=0.5),
         "ε_H 1": altered(entropy_error=1.0),
@@ -82,9 +83,10 @@ def guards(workload: Workload, context: int, seed: int, quick: bool) -> list[Row
     """Quality against dense attention and kept fraction of every arm, by scale, bias and ε_max."""
     texts = workload.windows(2 if quick else 4, context, 300 + seed)
     tails = [t[-SCORED:] for t in texts]
-    limits = {limit: workload.gains.replace(dropped_mass_limit=limit) for limit in (LARGE_LIMIT,)}
-    if not quick:
-        limits = {workload.gains.dropped_mass_limit: workload.gains, **limits}
+    limits = {
+        limit: workload.gains.replace(dropped_mass_limit=limit, lowest_dropped_mass_limit=LOWEST_PART * limit)
+        for limit in (*(() if quick else (workload.gains.dropped_mass_limit,)), LARGE_LIMIT)
+    }
     rows = []
     for scale in SCALES[1:3] if quick else SCALES:
         subject = scaled(workload, scale)

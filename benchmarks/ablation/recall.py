@@ -95,13 +95,13 @@ def recall(
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
         seed: the seed of the facts.
-        drops: other values of ε_max.
+        drops: other values of ε.
         refreshes: numbers of steps for which page lists are kept.
     """
     windows = Windows(workload, filler, distance, seed)
     presets = {name: workload.preset(name) for name in DISTINCT_PRESETS}
     for drop in drops:
-        gains = workload.gains.replace(dropped_mass_limit=drop, lowest_dropped_mass_limit=0.4 * drop)
+        gains = workload.gains.replace(dropped_mass_limit=drop)
         presets[f"meso-lossy, ε {drop:g}"] = preset("meso-lossy", gains=gains)
     for steps in refreshes:
         presets[f"meso-lossy, every {steps}"] = presets["meso-lossy"]._replace(

@@ -13,6 +13,7 @@ from entropic_jax.methods.presets import Preset, preset
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0)
 HEAD = 50  # logits that an estimator sees
 SCORED = 192
+LOWEST_PART = 0.4  # ε_min over ε_max, where ε follows the entropy
 HIGHEST_TEMPERATURE = 1.2  # texts are written at T = 1, and a law that cannot heat holds no set-point
 
 
@@ -52,11 +53,19 @@ def held(workload: Workload, seed: int, quick: bool) -> list[Row]:
 
 
 def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list[Row]:
-    """Exact entropy and its estimators in the loop: agreement, kept fraction, quality and time."""
+    """Exact entropy and its estimators in the loop: agreement, kept fraction, quality and time.
+
+    Args:
+        workload: model and text.
+        context: tokens of a window.
+        seed: the seed of the text.
+        quick: a single estimator.
+    """
     texts = workload.windows(4, context, 600 + seed)
     state = ablation.read(workload.subject, [t[:-SCORED] for t in texts], SCORED + 1)
     tails = [t[-SCORED:] for t in texts]
-    full = workload.preset("full-lossy")
+    limit = workload.gains.dropped_mass_limit
+    full = preset("full-lossy", None, workload.gains.replace(lowest_dropped_mass_limit=LOWEST_PART * limit))
     belief = workload.subject.belief_temperature
 
     def with_estimator(kind: str) -> Preset:

@@ -1,7 +1,7 @@
 """Pruning laws, the meso scale of the lossy presets: how much attention mass the next step may leave unread.
 
-Every law writes the budget ε, `Action.dropped_mass_limit`: the less uncertain the model, the larger ε. The
-page policy (`attention.page_selection`) turns ε into lists of pages.
+Every law writes the budget ε, `Action.dropped_mass_limit`: a fixed one, that of the presets, or the less
+uncertain the model, the larger ε. The page policy (`attention.page_selection`) turns ε into lists of pages.
 """
 
 from typing import NamedTuple
@@ -54,13 +54,14 @@ def _with_limit(action: Action, dropped_mass_limit: jax.Array) -> Action:
 
 @pytree
 class Pruning:
-    """Prunes only when certain: ε follows a smoothed upper bound of the entropy.
+    """Prunes less when uncertain: ε follows a smoothed upper bound of the entropy.
 
         Ĥ ← max(H_min, Ĥ + smoothing · (H₁ − Ĥ)),   ε* = limit_at_entropy(max(Ĥ, H₁) + ε_H),
         ε ← ε* where ε* ≤ ε,  else ε + min(ε* − ε, rate)  where ε* − ε > hysteresis
 
     High entropy lowers ε at once; low entropy raises it by at most `rate` a step. A NaN entropy counts as
-    full uncertainty. Differentiable almost everywhere.
+    full uncertainty. Where ε_min = ε_max ≤ `rate`, ε is fixed after the first `patience` tokens.
+    Differentiable almost everywhere.
 
     Args:
         dropped_mass_limit: ε_max, in [0, 1).

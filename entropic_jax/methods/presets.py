@@ -2,15 +2,18 @@
 
 `off` is plain decoding. `micro` controls temperature, `meso` drafts tokens and verifies them, `macro`
 schedules sequences; `full` does all three. `meso` is lossless: its tokens are those of `off`, and those of
-`full` are those of `micro`. `meso-lossy` leaves pages of the KV cache unread instead, which changes the text;
-`full-lossy` is `micro`, `meso-lossy` and `macro`. `paper` is `full-lossy` with the two laws that the paper
-prints as formulas, the temperature law and the priority, as printed. Everything else in it is `full-lossy`:
-pages, ε, the prior and every limit but T_max, since the printed law heats. The paper prints no formula for ε,
-and its guards (a least number of blocks B_min, an entropy floor H_min, rate limits) are in `meso-lossy` too.
-To change one law alone, use `micro` with `law="paper"` or `macro` with `schedule="paper"`.
+`full` are those of `micro`. `meso-lossy` leaves pages of the KV cache unread instead, which changes the
+text: those whose attention mass is at most ε in all, the same ε at every step. `full-lossy` is `micro`,
+`meso-lossy` and `macro`. `paper` is `full-lossy` with the two laws that the paper prints as formulas, the
+temperature law and the priority, as printed. Everything else in it is `full-lossy`: pages, ε, the prior and
+every limit but T_max, since the printed law heats. The paper prints no formula for ε, and its guards (a
+least number of blocks B_min, an entropy floor H_min, rate limits) are in the law of `meso-lossy` too. To
+change one law alone, use `micro` with `law="paper"` or `macro` with `schedule="paper"`.
 
-Differs from the paper: its meso scale serves from pruned pages. Here only the presets `meso-lossy`,
-`full-lossy` and `paper` do.
+Differs from the paper: its meso scale serves from pruned pages, and from fewer where the entropy is low.
+Here only the presets `meso-lossy`, `full-lossy` and `paper` do, with a fixed ε: what a step loses depends
+on its own entropy, which is known after its pages have been read, and hardly on that of the step before. An
+ε that follows the step before is an option, `lowest_dropped_mass_limit`.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -23,8 +26,6 @@ from ..control.laws import LAWS, SCHEDULES
 from ..control.pruning import Pruning
 from ..parameter_tables.control_gains import (
     CALIBRATED,
-    GAINS,
-    LOWEST_LIMIT,
     MACRO,
     MICRO,
     PRESETS,
@@ -49,20 +50,14 @@ WIDE_PAGES = replace(
     rules=RULES._replace(sink_pages=1, recent_pages=2, min_pages=3),
     page_size=128,
 )
-PAPER_GAINS = ("target_entropy", "high_entropy")  # the laws of `paper` have no others
+PAPER_GAINS = ("target_entropy",)  # the laws of `paper` have no others
 PAPER_HIGHEST_TEMPERATURE = 1.2  # T_max of the preset `paper`, whose temperature law heats
 TEMPERATURE_GAINS = ("target_entropy", "lowest_temperature", "highest_temperature")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gains(ControlGains):
-    """The gains of a preset as numbers, which no longer leave anything to a calibration.
-
-    A `dropped_mass_limit` below the default of `lowest_dropped_mass_limit` lowers that default to itself.
-
-    >>> Gains(dropped_mass_limit=0.005).lowest_dropped_mass_limit
-    0.005
-    """
+    """The gains of a preset as numbers, which no longer leave anything to a calibration."""
 
     prior: AR1 = PRIOR  # of H₁ along a sequence, for the scheduling law
 
@@ -72,8 +67,6 @@ class Gains(ControlGains):
         for name in CALIBRATED:
             if getattr(self, name) == AUTO:
                 raise ParameterError(f"{name} must be a number; got {AUTO!r}", name)
-        if self.lowest_dropped_mass_limit == GAINS[LOWEST_LIMIT].default > self.dropped_mass_limit:
-            object.__setattr__(self, LOWEST_LIMIT, self.dropped_mass_limit)
 
 
 class Preset(NamedTuple):
@@ -158,15 +151,19 @@ def gains_of_law(name: str) -> tuple[str, ...]:
 
 
 def pruning_law(gains: Gains) -> Pruning:
-    """The pruning law with the limits in `gains`.
+    """The pruning law with the limits in `gains`: without a lowest limit, ε is fixed after the first tokens.
 
     Raises:
         ParameterError: where the lowest limit is above the limit.
+
+    >>> pruning_law(Gains(dropped_mass_limit=0.05)).lowest_dropped_mass_limit
+    0.05
     """
     check_limits(gains.asdict())
+    lowest = gains.lowest_dropped_mass_limit
     return Pruning(
         dropped_mass_limit=gains.dropped_mass_limit,
-        lowest_dropped_mass_limit=gains.lowest_dropped_mass_limit,
+        lowest_dropped_mass_limit=gains.dropped_mass_limit if lowest is None else lowest,
         low_entropy=gains.low_entropy,
         high_entropy=gains.high_entropy,
     )

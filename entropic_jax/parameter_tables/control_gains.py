@@ -32,7 +32,7 @@ PRESET_TABLE = {
     "macro": PresetLine((MACRO,), "sequences scheduled by the drop expected of their belief entropy H"),
     "full": PresetLine((MICRO, DRAFTS, MACRO), "micro, meso and macro: the text of micro"),
     "meso-lossy": PresetLine(
-        (PRUNING,), "pages left unread where the belief entropy H is low; the text changes"
+        (PRUNING,), "pages left unread, up to a fixed attention mass ε; the text changes"
     ),
     "full-lossy": PresetLine((MICRO, PRUNING, MACRO), "micro, meso-lossy and macro"),
     "paper": PresetLine(
@@ -79,10 +79,13 @@ class ControlGains(Table):
         scope=MICRO,
     )
     dropped_mass_limit: float = parameter(
-        0.03, _MASS, "ε_max, the most attention mass that may stay unread at low entropy", scope=PRUNING
+        0.02, _MASS, "ε, the most attention mass that may stay unread", scope=PRUNING
     )
-    lowest_dropped_mass_limit: float = parameter(
-        0.012, _MASS, "ε_min, the most attention mass that may stay unread at high entropy", scope=PRUNING
+    lowest_dropped_mass_limit: float | None = parameter(
+        None,
+        _MASS._replace(optional=True),
+        "ε_min, to which ε falls as the H₁ of the step before rises; without it ε is fixed",
+        scope=PRUNING,
     )
     low_entropy: float = parameter(
         0.3, _ENTROPY, "H₁ at and below which `dropped_mass_limit` applies", unit="nats", scope=PRUNING
@@ -103,7 +106,7 @@ ORDERED = (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_
 """Pairs of gains of which the first must be below the second; a `highest_temperature` of 0 is exempt."""
 
 LOWEST_LIMIT, LIMIT = "lowest_dropped_mass_limit", "dropped_mass_limit"
-"""A pair that may be equal; a first that is not stated follows a second below its default."""
+"""A pair that may be equal, and is where the first is None."""
 
 
 def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
@@ -129,7 +132,7 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
 def check_limits(values: Mapping[str, Any]) -> None:
     """Raise ParameterError where `lowest_dropped_mass_limit` is above `dropped_mass_limit`."""
     lowest, limit = values[LOWEST_LIMIT], values[LIMIT]
-    if lowest > limit:
+    if lowest is not None and lowest > limit:
         raise ParameterError(
             f"{LOWEST_LIMIT} must be at most {LIMIT} = {limit:g}; got {lowest:g}", LOWEST_LIMIT
         )

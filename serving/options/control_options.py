@@ -126,7 +126,8 @@ def _add_gains(group: "argparse._ArgumentGroup", names: Sequence[str]) -> None:
         line = GAINS[name]
         flag, unit = f"--{name.replace('_', '-')}", f" in {line.unit}" if line.unit else ""
         auto = ", or auto: from calibration.json" if name in CALIBRATED else ""
-        text = f"{line.help}{unit}{auto} (default: {line.default})"
+        default = "none" if line.default is None else line.default
+        text = f"{line.help}{unit}{auto} (default: {default})"
         if isinstance(line.accepts, Choice):
             group.add_argument(flag, choices=line.accepts.names, help=text)
         else:

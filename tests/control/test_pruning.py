@@ -12,7 +12,7 @@ from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.control.laws import LAWS
 from entropic_jax.control.pruning import FixedPruning, LinearPruning, Pruning, limit_at_entropy
-from entropic_jax.methods.presets import PRESETS, Gains, preset
+from entropic_jax.methods.presets import PRESETS, Gains, preset, pruning_law
 from entropic_jax.state import plain_action, quiet_signal
 
 LAW = Pruning(dropped_mass_limit=0.2, low_entropy=0.5, high_entropy=2.5, smoothing=0.5, rate=0.05, patience=0)
@@ -120,6 +120,13 @@ def test_every_preset_keeps_the_contract(name, width):
     assert (chosen.width is not None) == (
         width is not None and name in ("macro", "full", "full-lossy", "paper")
     )
+
+
+def test_the_limit_of_a_preset_is_fixed_after_its_first_tokens():
+    law = pruning_law(Gains(dropped_mass_limit=0.04))
+    limits = drops(law, np.random.default_rng(0).uniform(0, 6, 40))
+    np.testing.assert_array_equal(limits[: law.patience], 0)
+    np.testing.assert_array_equal(limits[law.patience :], drops(FixedPruning(0.04), np.zeros(36)))
 
 
 def test_off_is_the_null_controller():

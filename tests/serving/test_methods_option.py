@@ -113,7 +113,7 @@ def test_a_budget_is_shared_by_a_table(entropic, directory, tmp_path):
         ),
         (
             ("--lowest-dropped-mass-limit", "0.2"),
-            "--lowest-dropped-mass-limit must be at most --dropped-mass-limit = 0.03; got 0.2",
+            "--lowest-dropped-mass-limit must be at most --dropped-mass-limit = 0.02; got 0.2",
         ),
         (
             ("--method", "snapkv", "--cache-budget", "0"),

@@ -13,7 +13,7 @@ const PRESETS = {
   meso: "Tokens drafted and verified: the text of off in fewer passes.",
   macro: "Sequences scheduled by the drop expected of their belief entropy H.",
   full: "Micro, meso and macro: the text of micro.",
-  "meso-lossy": "Pages left unread where the belief entropy H is low; the text changes.",
+  "meso-lossy": "Pages left unread, up to a fixed attention mass ε; the text changes.",
   "full-lossy": "Micro, meso-lossy and macro.",
 };
 // It repeats itself, so that drafts are accepted.

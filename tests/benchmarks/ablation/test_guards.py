@@ -28,10 +28,10 @@ def differing(arm: guards.Arm, base: guards.Arm) -> set[str]:
     )
 
 
-def test_every_arm_differs_from_meso_in_one_guard():
+def test_every_arm_differs_from_the_first_in_one_guard():
     arms = guards.arms(pruning_law(Gains()), 1.1, 2.0)
-    changed = {name: differing(arm, arms["meso-lossy"]) for name, arm in arms.items()}
-    assert changed.pop("meso-lossy") == set() and arms["meso-lossy"].pages == FINE_PAGES
+    changed = {name: differing(arm, arms[guards.BASE]) for name, arm in arms.items()}
+    assert changed.pop(guards.BASE) == set() and arms[guards.BASE].pages == FINE_PAGES
     assert changed.pop("no guard of ε") == {"patience", "rate", "smoothing"}
     assert all(len(names) == 1 for names in changed.values()), changed
     assert {name for names in changed.values() for name in names} == {
@@ -46,10 +46,10 @@ def test_the_table_compares_arms_in_the_same_condition():
         | {"bits_per_byte": bits + 0.1 * (scale == 2), "unsteady": 0.0}
         for scale in (1, 2)
         for seed in (0, 1)
-        for arm, bits in (("meso-lossy", 1.02), ("rate 1", 1.03))
+        for arm, bits in ((guards.BASE, 1.02), ("rate 1", 1.03))
     ]
     _, head, lines = study_tables.guards(rows)
-    assert [line[1] for line in lines] == ["meso-lossy", "rate 1"] and all(
+    assert [line[1] for line in lines] == [guards.BASE, "rate 1"] and all(
         len(line) == len(head) for line in lines
     )
     assert lines[0][4] == "" and lines[1][4].startswith("+0.9")
