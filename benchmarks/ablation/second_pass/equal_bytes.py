@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...speculation.signals.intervals import TAILS, Interval, resampled
+from ...harness.intervals import TAILS, Interval, resampled
 from .quartiles import signals
 from .record import DENSE, Passes, Sizes
 
@@ -111,7 +111,7 @@ def rules_of(recorded: Recorded, signal_name: str, texts: np.ndarray) -> list[tu
 
     Args:
         recorded: the passes.
-        signal_name: of `AGAIN`, or of `LATE`, which choose between values of ε.
+        signal_name: a name of `AGAIN`, or of `LATE`, which choose between values of ε.
         texts: the texts that thresholds are taken from.
     """
     late = signal_name in LATE

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ...speculation.signals.intervals import TAILS, Interval, resampled
+from ...harness.intervals import TAILS, Interval, resampled
 from .record import DENSE, Passes
 
 SIGNALS = ("cheap pass", "dense pass", "step before", "cheap pass, shuffled", "step before, shuffled")

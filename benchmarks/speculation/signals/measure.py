@@ -31,10 +31,10 @@ from entropic_jax.speculation.pass_timing import SHORT
 from entropic_jax.speculation.pruned import WINDOW
 
 from ...harness.cores import pin_to_cores
+from ...harness.intervals import auc_interval, share_interval
 from ...harness.provenance import describe_run
 from ..measure import Continuation
 from ..workload import WIDTHS, loops, prompts
-from .intervals import auc_interval, share_interval
 from .names import (
     COMPILED,
     DRAFT_ENTROPY,

@@ -3,9 +3,9 @@
 import math
 from typing import Any
 
+from ...harness.intervals import Interval, ratio_interval
 from ...harness.provenance import stamp
 from ...harness.tables import Table
-from .intervals import Interval, ratio_interval
 from .names import (
     ADAEDL,
     COMPILED,

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from benchmarks.speculation.signals.intervals import ratio_interval
+from benchmarks.harness.intervals import ratio_interval
 from benchmarks.speculation.signals.stopping import (
     CAPS,
     Calibration,

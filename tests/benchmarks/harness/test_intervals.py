@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks.speculation.signals.intervals import auc, auc_interval, ratio_interval, share_interval
+from benchmarks.harness.intervals import auc, auc_interval, ratio_interval, share_interval
 
 
 def test_the_area_is_the_share_of_pairs_in_order():
