@@ -1,13 +1,14 @@
 """Draw a generation as the terminal shows it: `python examples/picture.py docs/generation.svg`."""
 
 import argparse
+import dataclasses
 import io
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
-from entropic_jax import LLM, SamplingParams
+from entropic_jax import LLM
 from entropic_jax.serving.commands.terminal import legend, tint
 
 PROMPT = '''class Stack:
@@ -24,8 +25,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition(":")[0])
     parser.add_argument("file", type=Path, nargs="?", default=Path("generation.svg"))
     path = parser.parse_args().file
-    params = SamplingParams(max_tokens=160, temperature=0.6, top_p=0.95, seed=1, logprobs=0)
     with LLM() as llm:
+        defaults = llm.get_default_sampling_params()  # of the model's generation config
+        params = dataclasses.replace(defaults, max_tokens=160, seed=1, logprobs=0)
         (completion,) = llm.generate(PROMPT, params)[0].outputs
     assert completion.logprobs is not None
     text, summary = Text(PROMPT, "bold"), completion.summary
