@@ -67,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--init", type=Path, help="exported model to go on from, with its tokenizer")
     parser.add_argument("--tokenizer", type=Path, help="tokenizer.json to use; without it, one is trained")
     parser.add_argument("--text", type=Path, help="folder of text to train on in place of the packages")
-    parser.add_argument("--shape", default="", help="changes, such as num_hidden_layers=6,hidden_size=128")
+    help_shape = "changes, such as hidden_size=128 or num_local_experts=8,num_experts_per_tok=4 for experts"
+    parser.add_argument("--shape", default="", help=help_shape)
     parser.add_argument("--tokens", type=float, default=48e6, help="tokens of the run")
     parser.add_argument("--length", type=int, help="windows of one length in place of the stages")
     parser.add_argument(

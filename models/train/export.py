@@ -2,7 +2,8 @@
 
     python -m entropic_jax.models.train.export --work DIR --out DIR
 
-The weights are rounded to bfloat16 and transposed to `[out, in]`, as `torch.nn.Linear` keeps them.
+The weights are rounded to bfloat16 and transposed to `[out, in]`, as `torch.nn.Linear` keeps them. A model
+with experts is a Mixtral, another one a Llama.
 `read` is the inverse, for the evaluation: float32 parameters in the layout of `models.train.forward`.
 """
 
@@ -27,6 +28,8 @@ from .trainer import unstack
 
 NORMS = ("input_layernorm", "post_attention_layernorm")
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names
+ABSENT_IF_DENSE = ("num_local_experts", "num_experts_per_tok")  # in config.json
 GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
 
 
@@ -57,12 +60,21 @@ def tensors(params: Params) -> dict[str, np.ndarray]:
     }
     for number, layer in enumerate(params["layers"]):
         for name, value in layer.items():
-            result[_tensor_name(number, name)] = half(value if name in NORMS else np.asarray(value).T)
+            if np.ndim(value) == 3:
+                for expert, matrix in enumerate(np.asarray(value)):
+                    result[_tensor_name(number, name, expert)] = half(matrix.T)
+            else:
+                result[_tensor_name(number, name)] = half(value if name in NORMS else np.asarray(value).T)
     return result
 
 
-def _tensor_name(layer: int, name: str) -> str:
-    part = "" if name in NORMS else "self_attn." if name in ATTENTION else "mlp."
+def _tensor_name(layer: int, name: str, expert: int | None = None) -> str:
+    if name == "router":
+        name, part = "gate", "block_sparse_moe."
+    elif expert is not None:
+        name, part = EXPERTS[name], f"block_sparse_moe.experts.{expert}."
+    else:
+        part = "" if name in NORMS else "self_attn." if name in ATTENTION else "mlp."
     return f"model.layers.{layer}.{part}{name}.weight"
 
 
@@ -74,10 +86,12 @@ def configuration(shape: Shape, begin: int, end: int) -> dict[str, Any]:
         begin: id of the token that begins a text.
         end: id of the token that ends it.
     """
+    family = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    if shape.num_local_experts:
+        family = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        **shape._asdict(),
+        **family,
+        **{name: n for name, n in shape._asdict().items() if n or name not in ABSENT_IF_DENSE},
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "hidden_act": "silu",
         "attention_bias": False,
@@ -104,7 +118,7 @@ def check(params: Params, shape: Shape, vocabulary: int) -> None:
     widths = (
         params["embed_tokens"].shape,
         len(params["layers"]),
-        *(params["layers"][0][name].shape[1] for name in ("q_proj", "k_proj", "gate_proj")),
+        *(params["layers"][0][name].shape[-1] for name in ("q_proj", "k_proj", "gate_proj")),
     )
     hidden, inner = shape.hidden_size, shape.intermediate_size
     expected = ((shape.vocab_size, hidden), shape.num_hidden_layers, q, kv, inner)
@@ -158,15 +172,23 @@ def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: 
 def read(folder: Path) -> tuple[Params, Shape, int]:
     """Parameters (float32, `[in, out]`), shape and training step of an exported directory."""
     config = json.loads((folder / "config.json").read_text())
-    shape = Shape(**{name: config[name] for name in Shape._fields})
+    stated = [name for name in Shape._fields if name in config or name not in ABSENT_IF_DENSE]
+    shape = Shape(**{name: config[name] for name in stated})
     with safe_open(folder / "model.safetensors", "np") as archive:
         step = int((archive.metadata() or {}).get("training_step", 0))
     stored = {k: v.astype(np.float32) for k, v in load_file(folder / "model.safetensors").items()}
 
+    experts = range(shape.num_local_experts)
+
+    def array(number: int, name: str) -> np.ndarray:
+        if experts and name in EXPERTS:
+            return np.stack([stored[_tensor_name(number, name, expert)].T for expert in experts])
+        value = stored[_tensor_name(number, name)]
+        return value if name in NORMS else np.ascontiguousarray(value.T)
+
     def layer(number: int) -> Params:
-        names = (*NORMS, *ATTENTION, "gate_proj", "up_proj", "down_proj")
-        values = {name: stored[_tensor_name(number, name)] for name in names}
-        return {name: v if name in NORMS else np.ascontiguousarray(v.T) for name, v in values.items()}
+        names = (*NORMS, *ATTENTION, *(("router",) if experts else ()), *EXPERTS)
+        return {name: array(number, name) for name in names}
 
     params = {
         "embed_tokens": stored["model.embed_tokens.weight"],

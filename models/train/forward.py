@@ -1,5 +1,8 @@
 """The forward pass of a Llama-shaped decoder for training and scoring, fast on a CPU too, with its loss.
 
+Its feed-forward blocks may be mixtures of experts. Every expert is then computed for every token, and those
+that a token is not routed to have weight 0: the products are those of one wide block, and need no sorting.
+
 The mathematics is that of `models.decoder`; what differs is the order of the work. Matrix products run in
 bfloat16 with float32 accumulation where the processor has matrix units for it (AMX), and in float32
 elsewhere, where XLA's CPU backend takes 1.1 to 1.7 times as long for a product in bfloat16. Its fast path for
@@ -16,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from . import experts
 from .shape import Shape
 
 Params = dict[str, Any]
@@ -241,13 +245,43 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
 
 
-def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
-    """The input of the output projection, `[batch * time, hidden]`.
+def feed_forward(
+    w: Params, y: jax.Array, shape: Shape, counts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The output of a layer's feed-forward block `[tokens, hidden]`, and its load-balancing loss.
+
+    Args:
+        w: weights of the layer; with experts `router` `[hidden, experts]` and matrices `[experts, in, out]`.
+        y: normalised activations, float32 `[tokens, hidden]`.
+        shape: the model's shape.
+        counts: experts of each token, as in `experts.gates`.
+    """
+    if not shape.num_local_experts:
+        y = y.astype(PRODUCT_DTYPE)
+        inner_product = jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"])
+        return linear(inner_product, w["down_proj"]), jnp.zeros(())
+    number, width, inner = w["gate_proj"].shape
+    probability = jax.nn.softmax(y @ w["router"], -1)
+    weight, balance = experts.gates(probability, shape.num_experts_per_tok, counts)
+    wide = lambda kernel: kernel.transpose(1, 0, 2).reshape(width, number * inner)
+    y = y.astype(PRODUCT_DTYPE)
+    product = jax.nn.silu(linear(y, wide(w["gate_proj"]))) * linear(y, wide(w["up_proj"]))
+    weighted = product.reshape(-1, number, inner) * weight[:, :, None]
+    down = w["down_proj"].reshape(number * inner, width)
+    return linear(weighted.reshape(-1, number * inner), down), balance
+
+
+def hidden(
+    params: Params, tokens: jax.Array, shape: Shape, counts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The input of the output projection, `[batch * time, hidden]`, and the mean load-balancing loss.
 
     Args:
         params: weights.
         tokens: `[batch, time]`.
         shape: the model's shape.
+        counts: experts of each token in each layer, int32 `[layers, batch * time]`; None for as many as the
+            shape has.
     """
     batch, length = tokens.shape
     heads, kv_heads, dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
@@ -259,8 +293,8 @@ def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
         return z.reshape(batch, length, count, dim).transpose(0, 2, 1, 3)
 
     flat = lambda z: z.reshape(batch * kv_heads, length, dim)
-    x = params["embed_tokens"][tokens.reshape(-1)]
-    for w in params["layers"]:
+    x, balance = params["embed_tokens"][tokens.reshape(-1)], jnp.zeros(())
+    for number, w in enumerate(params["layers"]):
         y = rms_norm(x, w["input_layernorm"], shape.rms_norm_eps).astype(PRODUCT_DTYPE)
         q = rotate(per_head(linear(y, w["q_proj"]), heads), cos, sin)
         k = rotate(per_head(linear(y, w["k_proj"]), kv_heads), cos, sin)
@@ -268,13 +302,17 @@ def hidden(params: Params, tokens: jax.Array, shape: Shape) -> jax.Array:
         grouped = q.reshape(batch * kv_heads, heads // kv_heads, length, dim)
         out = causal_attention(grouped, flat(k), flat(v)).reshape(batch, heads, length, dim)
         x = x + linear(out.transpose(0, 2, 1, 3).reshape(batch * length, heads * dim), w["o_proj"])
-        y = rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps).astype(PRODUCT_DTYPE)
-        x = x + linear(jax.nn.silu(linear(y, w["gate_proj"])) * linear(y, w["up_proj"]), w["down_proj"])
-    return rms_norm(x, params["norm"], shape.rms_norm_eps)
+        y = rms_norm(x, w["post_attention_layernorm"], shape.rms_norm_eps)
+        out, of_layer = feed_forward(w, y, shape, None if counts is None else counts[number])
+        x, balance = x + out, balance + of_layer / shape.num_hidden_layers
+    return rms_norm(x, params["norm"], shape.rms_norm_eps), balance
 
 
 def loss(params: Params, tokens: jax.Array, weights: jax.Array, shape: Shape) -> tuple[jax.Array, jax.Array]:
     """Summed weighted and plain loss of next-token prediction, in nats.
+
+    With experts, the first also has their load-balancing loss, and each token reads a number of them that is
+    drawn for it.
 
     Args:
         params: weights.
@@ -282,7 +320,8 @@ def loss(params: Params, tokens: jax.Array, weights: jax.Array, shape: Shape) ->
         weights: `[batch, time]`, of each target.
         shape: the model's shape.
     """
-    x = hidden(params, tokens[:, :-1], shape)
+    x, balance = hidden(params, tokens[:, :-1], shape, experts.drawn_counts(tokens[:, :-1], shape))
     chunk = min(1024, weights.size)
     targets = (tokens[:, 1:].reshape(-1), weights.reshape(-1))
-    return cross_entropy(x, params["embed_tokens"], targets, chunk)
+    nats, plain = cross_entropy(x, params["embed_tokens"], targets, chunk)
+    return nats + experts.BALANCE * weights.sum() * balance, plain

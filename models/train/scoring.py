@@ -48,7 +48,7 @@ def targets(params: forward.Params, tokens: jax.Array, shape: Shape) -> tuple[ja
         target_logits = jnp.take_along_axis(logits, targets[:, None], -1)[:, 0]
         return top + jnp.log(jnp.exp(logits - top[:, None]).sum(-1)) - target_logits, target_logits >= top
 
-    states = forward.hidden(params, tokens[:, :-1], shape)
+    states, _ = forward.hidden(params, tokens[:, :-1], shape)
     split = (states.reshape(-1, CHUNK, states.shape[-1]), tokens[:, 1:].reshape(-1, CHUNK))
     nats, hit = jax.lax.map(chunk, split)
     return nats.reshape(tokens.shape[0], -1), hit.reshape(tokens.shape[0], -1)
@@ -147,7 +147,7 @@ def sample(
 
     @jax.jit
     def logits(params: forward.Params, tokens: jax.Array, position: jax.Array) -> jax.Array:
-        states = forward.hidden(params, tokens, shape).reshape(*tokens.shape, -1)
+        states = forward.hidden(params, tokens, shape)[0].reshape(*tokens.shape, -1)
         return states[:, position] @ params["embed_tokens"].T
 
     for position in range(time, time + count):

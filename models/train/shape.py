@@ -18,6 +18,8 @@ class Shape(NamedTuple):
     rope_theta: float = 500_000.0
     rms_norm_eps: float = 1e-5
     max_position_embeddings: int = 8192
+    num_local_experts: int = 0  # 0: the feed-forward blocks are no mixtures of experts
+    num_experts_per_tok: int = 0  # at most; `intermediate_size` is then the width of an expert
 
 
 FILE = "shape.json"  # in the work folder: what was trained
@@ -27,7 +29,8 @@ def parse_shape(text: str) -> Shape:
     """The shape of `num_hidden_layers=6,hidden_size=128`: the defaults with changes.
 
     Raises:
-        ValueError: for an unknown name, a size below 1, or heads that cannot share keys.
+        ValueError: for an unknown name, a size below 1, heads that cannot share keys, or experts of which a
+            token would read none or more than there are.
     """
     kinds = Shape.__annotations__
     changes = {}
@@ -46,6 +49,13 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(
             "--shape must have num_attention_heads in multiples of num_key_value_heads; "
             f"got {shape.num_attention_heads} and {shape.num_key_value_heads}"
+        )
+    if (shape.num_local_experts == 0) != (shape.num_experts_per_tok == 0) or (
+        shape.num_experts_per_tok > shape.num_local_experts
+    ):
+        raise ValueError(
+            "--shape must have num_experts_per_tok from 1 to num_local_experts, or neither; "
+            f"got {shape.num_experts_per_tok} and {shape.num_local_experts}"
         )
     return shape
 

@@ -27,8 +27,10 @@ def initialise(shape: Shape, seed: int) -> forward.Params:
     hidden, inner = shape.hidden_size, shape.intermediate_size
     q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
 
+    experts = (shape.num_local_experts,) if shape.num_local_experts else ()
+
     def normal(*size):
-        return (rng.standard_normal(size) * size[0] ** -0.5).astype(np.float32)
+        return (rng.standard_normal(size) * size[-2] ** -0.5).astype(np.float32)
 
     def layer() -> dict[str, np.ndarray]:
         return {
@@ -38,9 +40,10 @@ def initialise(shape: Shape, seed: int) -> forward.Params:
             "v_proj": normal(hidden, kv),
             "o_proj": np.zeros((q, hidden), np.float32),
             "post_attention_layernorm": np.ones(hidden, np.float32),
-            "gate_proj": normal(hidden, inner),
-            "up_proj": normal(hidden, inner),
-            "down_proj": np.zeros((inner, hidden), np.float32),
+            **({"router": normal(hidden, *experts)} if experts else {}),
+            "gate_proj": normal(*experts, hidden, inner),
+            "up_proj": normal(*experts, hidden, inner),
+            "down_proj": np.zeros((*experts, inner, hidden), np.float32),
         }
 
     embedding = rng.standard_normal((shape.vocab_size, hidden)).astype(np.float32) * 0.02
@@ -71,8 +74,8 @@ def optimiser(name: str, schedule: optax.Schedule) -> optax.GradientTransformati
     else:
 
         def matrices(params):
-            spec = optax.contrib.MuonDimensionNumbers((1,), (2,))
-            return jax.tree.map(lambda x: spec if x.ndim == 3 else None, params)
+            spec = optax.contrib.MuonDimensionNumbers((-2,), (-1,))
+            return jax.tree.map(lambda x: spec if x.ndim >= 3 else None, params)
 
         rule = optax.contrib.muon(
             schedule,
@@ -88,7 +91,7 @@ def _by_layer(tree: Any, mesh: jax.sharding.Mesh) -> Any:
     """Shardings that split stacked matrices over the devices by layer, and nothing else."""
 
     def spec(x):
-        return P("data") if x.ndim == 3 and x.shape[0] % mesh.size == 0 else P()
+        return P("data") if x.ndim >= 3 and x.shape[0] % mesh.size == 0 else P()
 
     return jax.tree.map(lambda x: NamedSharding(mesh, spec(x)), tree)
 

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from entropic_jax.models.train import corpus, data, export
-from tests.train.model import TINY, random_params
+from tests.train.model import SPARSE, TINY, random_params
 
 
 @pytest.fixture(scope="session")
@@ -34,4 +34,18 @@ def params() -> dict[str, Any]:
 def exported(tmp_path_factory: pytest.TempPathFactory, params: dict[str, Any], tokenizer: Tokenizer) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     export.export(params, TINY, tokenizer, folder, step=7)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def params_with_experts() -> dict[str, Any]:
+    return random_params(SPARSE)
+
+
+@pytest.fixture(scope="session")
+def exported_experts(
+    tmp_path_factory: pytest.TempPathFactory, params_with_experts: dict[str, Any], tokenizer: Tokenizer
+) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    export.export(params_with_experts, SPARSE, tokenizer, folder, step=7)
     return folder

@@ -20,6 +20,8 @@ TINY = Shape(
     rope_theta=10_000.0,
 )
 
+SPARSE = TINY._replace(intermediate_size=24, num_local_experts=5, num_experts_per_tok=3)
+
 
 def random_params(shape: Shape, seed: int = 0) -> dict[str, Any]:
     """Random parameters without zeros and ones, rounded to bfloat16 as in an export."""

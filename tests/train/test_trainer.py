@@ -107,6 +107,8 @@ def test_a_shape_is_the_default_with_changes_and_stays_that_of_its_folder(tmp_pa
         ("hidden_size=x", "--shape must give hidden_size a number; got 'x'"),
         ("hidden_size=0", "--shape must give hidden_size a number above 0; got 0"),
         ("num_attention_heads=6", "in multiples of num_key_value_heads; got 6 and 4"),
+        ("num_local_experts=8", "num_experts_per_tok from 1 to num_local_experts, or neither; got 0 and 8"),
+        ("num_local_experts=2,num_experts_per_tok=3", "or neither; got 3 and 2"),
     ],
 )
 def test_a_wrong_shape_is_an_error(text: str, message: str):
