@@ -18,7 +18,7 @@ from entropic_jax.state.cache import ModelShape
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
 from .config import Config, ModelError, abbreviate
-from .experts import Router, SparseMLP
+from .experts import ExpertReader, Router, SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
@@ -203,6 +203,7 @@ class Decoder:
         layers: tuple[Any, ...],
         attend: Attend,
         lengths: jax.Array | None = None,
+        expert_reader: ExpertReader | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Hidden states after the last norm.
 
@@ -214,11 +215,18 @@ class Decoder:
             attend: attention and cache update.
             lengths: int32 `[rows, n]`, tokens of the text that each token is read with; see
                 `rope.rotation_of`.
+            expert_reader: decides how many experts each token reads in each layer that has them; None reads
+                as many as the configuration says.
 
         Returns:
             Hidden states, `[rows, n, hidden]`, and the caches as `attend` returned them.
         """
-        return self.module(params)(tokens, positions, layers, attend, lengths)
+        module: Any = self.module(params)
+        if expert_reader is not None:
+            for layer in module.layers:
+                if isinstance(layer.mlp, SparseMLP):
+                    layer.mlp.expert_reader = expert_reader
+        return module(tokens, positions, layers, attend, lengths)
 
     def embedded(self, params: Params, tokens: jax.Array) -> jax.Array:
         """What the first layer reads of tokens int32 `[...]`, `[..., hidden]`."""

@@ -12,7 +12,7 @@ selected kernels into one array is not used because the gather alone takes longe
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,18 @@ from .config import ModelError
 from .layers import MLP, Linear
 
 LARGEST_BLOCK = 128  # pairs; a larger one gains nothing on a CPU
+
+
+class ExpertReader(Protocol):
+    """Decides how many of the experts that a router chooses are read, layer after layer."""
+
+    def __call__(self, probability: jax.Array, most: int, /) -> jax.Array:
+        """The number that each token reads, int32 `[tokens]`, from 1 to `most`.
+
+        Args:
+            probability: the probabilities of the router, over all experts, float32 `[tokens, experts]`.
+            most: the number that the router chooses.
+        """
 
 
 class StackedLinear(nnx.Module):
@@ -58,13 +70,16 @@ class Experts(nnx.Module):
         self.activation, self.clamp = spec.activation, spec.clamp
         self.weighted_inputs = spec.weighted_inputs
 
-    def __call__(self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array, all_read: bool = True
+    ) -> jax.Array:
         """Σ over a token's experts of weight · expert(x), or of expert(weight · x).
 
         Args:
             x: `[tokens, hidden]`.
             expert_ids: int32 `[tokens, experts_per_token]`.
             weights: router weights, `[tokens, experts_per_token]`.
+            all_read: whether every number is that of an expert; a number past the last reads none.
 
         Returns:
             `[tokens, hidden]`.
@@ -78,7 +93,7 @@ class Experts(nnx.Module):
             biases[-1] = jnp.where(first_of_shard(1, TENSOR) == 0, biases[-1], 0)
         expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
         product = partial(gate_product, activation=self.activation, clamp=self.clamp)
-        rule = {"product": product, "weighted_inputs": self.weighted_inputs}
+        rule = {"product": product, "weighted_inputs": self.weighted_inputs, "all_read": all_read}
         ways = (partial(way, **rule) for way in (in_blocks, grouped))
         return jax.lax.platform_dependent(
             x, expert_ids, weights, *kernels, *biases, **dict(zip(("cpu", "default"), ways, strict=True))
@@ -114,12 +129,18 @@ class Router(Linear):
         self.e_score_correction_bias = nnx.Param(jnp.zeros(experts)) if spec.correction else None
         self.per_token, self.spec = per_token, spec
 
-    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Weights and numbers of the experts of tokens `[tokens, hidden]`; each `[tokens, per_token]`."""
+    def __call__(self, x: jax.Array, reader: ExpertReader | None = None) -> tuple[jax.Array, jax.Array]:
+        """Weights and numbers of the experts of tokens `[tokens, hidden]`; each `[tokens, per_token]`.
+
+        An expert that the reader leaves out has weight 0 and a number past the last. Where the weights of a
+        token's experts sum to one, those of the experts that are read do.
+        """
         spec, logits = self.spec, super().__call__(x).astype(jnp.float32)
         score = jax.nn.sigmoid if spec.scores == "sigmoid" else partial(jax.nn.softmax, axis=-1)
         if spec.by_logit:
             chosen, expert_ids = jax.lax.top_k(logits, self.per_token)
+            if reader is not None:
+                chosen, expert_ids = self.read_by(reader, logits, chosen, expert_ids, -jnp.inf)
             return score(chosen), expert_ids
         scores = score(logits)
         if self.e_score_correction_bias is None and spec.groups == 1:
@@ -127,9 +148,32 @@ class Router(Linear):
         else:
             _, expert_ids = jax.lax.top_k(self.eligible(scores), self.per_token)
             weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+        if reader is not None:
+            weights, expert_ids = self.read_by(reader, logits, weights, expert_ids, 0.0)
         if spec.normalise:
             weights = weights / weights.sum(axis=-1, keepdims=True)
         return (weights if spec.scale == 1.0 else weights * spec.scale), expert_ids
+
+    def read_by(
+        self, reader: ExpertReader, logits: jax.Array, chosen: jax.Array, expert_ids: jax.Array, unread: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """Scores and numbers of a token's experts, the best first, without those that are not read.
+
+        Args:
+            reader: decides how many are read.
+            logits: `[tokens, experts]`.
+            chosen: the scores of those that are chosen, `[tokens, per_token]`.
+            expert_ids: their numbers.
+            unread: the score of an expert that is not read.
+        """
+        experts = logits.shape[-1]
+        if self.spec.scores == "sigmoid":
+            scores = jax.nn.sigmoid(logits)
+            probability = scores / scores.sum(axis=-1, keepdims=True)
+        else:
+            probability = jax.nn.softmax(logits, axis=-1)
+        read = jnp.arange(self.per_token) < reader(probability, self.per_token)[:, None]
+        return jnp.where(read, chosen, unread), jnp.where(read, expert_ids, experts)
 
     def eligible(self, scores: jax.Array) -> jax.Array:
         """Scores by which experts are chosen: corrected, and −inf outside a token's best groups."""
@@ -163,12 +207,13 @@ class SparseMLP(nnx.Module):
         self.experts = Experts(hidden, spec)
         self.shared_expert = MLP(hidden, spec.shared) if spec.shared is not None else None
         self.shared_expert_gate = Linear(hidden, 1) if spec.shared_gate else None
+        self.expert_reader: ExpertReader | None = None  # of a pass; None reads `per_token` experts
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1, x.shape[-1])
-        weights, expert_ids = self.gate(flat)
+        flat, reader = x.reshape(-1, x.shape[-1]), self.expert_reader
+        weights, expert_ids = self.gate(flat, reader)
         rows = flat.astype(self.experts.gate_proj.kernel.dtype)
-        out = self.experts(rows, expert_ids, weights.astype(rows.dtype)).astype(x.dtype)
+        out = self.experts(rows, expert_ids, weights.astype(rows.dtype), reader is None).astype(x.dtype)
         out = sum_over_shards(out).reshape(x.shape)
         if self.shared_expert is None:
             return out
@@ -201,6 +246,7 @@ def grouped(
     *biases: jax.Array,
     product: Any = gate_product,
     weighted_inputs: bool = False,
+    all_read: bool = True,
 ) -> jax.Array:
     """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable.
 
@@ -214,6 +260,7 @@ def grouped(
         *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
         weighted_inputs: whether weights multiply the experts' inputs instead.
+        all_read: whether every number is that of an expert; a number past the last reads none.
     """
     rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
     if weighted_inputs:
@@ -224,7 +271,7 @@ def grouped(
         plus(jax.lax.ragged_dot(rows, w, sizes), b) for w, b in zip((gate, up), added[:2], strict=True)
     )
     out = plus(jax.lax.ragged_dot(product(gated, raised), down, sizes), added[2])
-    return _combine(out, order, weights, sizes)
+    return _combine(out, order, weights, sizes, all_read)
 
 
 def in_blocks(
@@ -237,6 +284,7 @@ def in_blocks(
     *biases: jax.Array,
     product: Any = gate_product,
     weighted_inputs: bool = False,
+    all_read: bool = True,
 ) -> jax.Array:
     """Blocks of at most `LARGEST_BLOCK` pairs of one expert, one after the other.
 
@@ -252,6 +300,7 @@ def in_blocks(
         *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
         product: the product of the two inner projections; see `gate_product`.
         weighted_inputs: whether weights multiply the experts' inputs instead.
+        all_read: whether every number is that of an expert; a number past the last reads none.
     """
     experts = gate.shape[0]
     rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
@@ -278,7 +327,7 @@ def in_blocks(
         return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0)
 
     out = jax.lax.fori_loop(0, ends[-1], advance, jnp.zeros_like(rows))
-    return _combine(out[: expert_ids.size], order, weights, sizes)
+    return _combine(out[: expert_ids.size], order, weights, sizes, all_read)
 
 
 def _sort_by_expert(
@@ -291,7 +340,9 @@ def _sort_by_expert(
     return x[order // expert_ids.shape[1]], sizes, order
 
 
-def _combine(rows: jax.Array, order: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+def _combine(
+    rows: jax.Array, order: jax.Array, weights: jax.Array, sizes: jax.Array, all_read: bool
+) -> jax.Array:
     """Undoes the sort and sums over each token's experts in a fixed order, so the result is deterministic.
 
     Args:
@@ -299,8 +350,10 @@ def _combine(rows: jax.Array, order: jax.Array, weights: jax.Array, sizes: jax.A
         order: the permutation that sorted them.
         weights: `[tokens, experts per token]`, of the outputs.
         sizes: number of pairs of each of this device's experts.
+        all_read: whether every pair has an expert.
     """
-    if shards_along(EXPERT) > 1:  # rows of other devices' pairs hold anything
+    # Rows of pairs without an expert, or with that of another device, hold anything.
+    if shards_along(EXPERT) > 1 or not all_read:
         rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < sizes.sum(), rows, 0)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
     return jnp.einsum("tch,tc->th", rows[place].reshape(*weights.shape, -1), weights)

@@ -240,3 +240,20 @@ def test_a_prompt_by_hand(hardware, seconds):
 def test_no_prompt_costs_nothing():
     shape = ModelShape(layers=2, heads=6, kv_heads=3, head_dim=8, vocabulary=4, hidden=48, weights=50)
     assert ledger.prefill_seconds(shape, 0, bytes_per_weight=2, bytes_per_cache=4, hardware=FLAT) == 0
+
+
+def test_rows_are_charged_for_the_experts_that_they_read():
+    shape = SHAPE._replace(expert_weights=800, expert_share=0.25)
+    lengths, active = [5, 5, 5], [True, True, False]
+    charge = lambda *fraction: cost(
+        shape, lengths, active, expert_fraction=jnp.array(fraction, jnp.float32) if fraction else None
+    )
+    plain, every, half, uneven = charge(), charge(1, 1, 1), charge(0.5, 0.5, 0.5), charge(1, 0.25, 1)
+    for name in ("flops", "bytes_read", "seconds"):
+        np.testing.assert_allclose(getattr(every, name), getattr(plain, name), rtol=1e-6)
+    np.testing.assert_allclose((plain.flops - half.flops)[:2], 2 * 0.5 * 0.25 * 800, rtol=1e-5)
+    np.testing.assert_allclose(uneven.flops[0] - uneven.flops[1], 2 * 0.75 * 0.25 * 800, rtol=1e-5)
+    # Of 800 weights, two rows touch 1 − (1 − 1/4) (1 − 1/16), which they share 4 to 1; 800 others they halve.
+    touched, caches = 800 * (1 - 0.75 * (1 - 0.0625)), 2 * 8 * 4 * 3 * 2 * 5
+    expected = [4 * (400 + touched * share) + caches for share in (0.8, 0.2)]
+    np.testing.assert_allclose(uneven.bytes_read, [*expected, 0], rtol=1e-5)

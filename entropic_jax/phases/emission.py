@@ -272,4 +272,5 @@ def trace_of(
         top_logprobs=()
         if constraints is None
         else top_logprobs(logits.raw, after.token, constraints.report_logprobs),
+        experts_read=() if forward.experts is None else forward.experts.counts,
     )

@@ -13,6 +13,7 @@ from ..state import Focus, State, ledger
 from ..state.cache import note_surprisal
 from ..state.decoder import Decoder
 from .batch import Batch
+from .expert_reader import ExpertReader, ExpertsRead
 from .packing import Packing
 
 
@@ -22,6 +23,7 @@ class Forward(NamedTuple):
     logits: jax.Array  # float32 [rows, vocabulary]
     read: ReadStats  # what was read of the cache
     focus: Focus | None  # statistics of attention, where the controller observes it
+    experts: ExpertsRead | None = None  # what was read of the experts, where a policy decides it
 
 
 def forward(
@@ -34,6 +36,7 @@ def forward(
     observer: Observer | None = None,
     total: jax.Array | None = None,
     packing: Packing | None = None,
+    expert_reader: ExpertReader | None = None,
 ) -> tuple[jax.Array, State]:
     """Runs the model over n tokens of every row: writes their keys and values, attends, mixes.
 
@@ -48,6 +51,7 @@ def forward(
         total: int32 `[rows]`, tokens of the prompt that the tokens belong to; None for tokens that are
             decoded.
         packing: where each token stands, if the model runs over the real tokens only.
+        expert_reader: decides how many experts one token per row reads; None reads all that are chosen.
 
     Returns:
         Hidden states `[rows, n, hidden]`, or `[packed tokens, 1, hidden]` with `packing`, and the state with
@@ -58,10 +62,8 @@ def forward(
     if packing is not None:
         tokens, positions, attend = packing.pack(tokens), packing.pack(positions), packing.attention(attend)
     lengths = () if total is None else (jnp.maximum(positions + 1, (total + state.evicted)[:, None]),)
-    adapters = _adapters(state, num_tokens, packing)
-    hidden, layers = decoder.hidden(
-        params, tokens, positions, state.cache.layers, attend, *lengths, **adapters
-    )
+    extras = _adapters(state, num_tokens, packing) | _routing(expert_reader)
+    hidden, layers = decoder.hidden(params, tokens, positions, state.cache.layers, attend, *lengths, **extras)
     features = _last_hidden(hidden, num_tokens, packing, state.features)
     return hidden, state._replace(cache=state.cache._replace(layers=layers), features=features)
 
@@ -100,6 +102,11 @@ def _adapters(state: State, num_tokens: jax.Array, packing: Packing | None) -> d
     return {"adapter": of_rows if packing is None else packing.pack(of_rows[:, None])[:, 0]}
 
 
+def _routing(expert_reader: ExpertReader | None) -> dict[str, Any]:
+    """The expert reader, which only models with experts take."""
+    return {} if expert_reader is None else {"expert_reader": expert_reader}
+
+
 def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[Batch, Forward]:
     """Runs the model over the last token of every active row: attention, then logits.
 
@@ -119,15 +126,16 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         limit, memory, age = state.action.dropped_mass_limit, state.page_policy_state, state.ledger.steps
         reader = state.page_policy.reader(cache, limit, memory, age)
     observer = Observer(observes, cache) if observes else None
-    hidden, state = forward(
-        decoder, params, state._replace(cache=cache), state.token[:, None], count, reader, observer
-    )
+    experts = None if state.expert_policy is None else ExpertReader(state.expert_policy, state)
+    state, tokens = state._replace(cache=cache), state.token[:, None]
+    hidden, state = forward(decoder, params, state, tokens, count, reader, observer, expert_reader=experts)
     if reader is None:
         read = dense_step_stats(decoder.shape, TokenSpan(state.length, count))
     else:
         read, state = over_shards(reader.total()), state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])
-    return batch._replace(state=state), Forward(logits, read, observer.total() if observer else None)
+    focus = observer.total() if observer else None
+    return batch._replace(state=state), Forward(logits, read, focus, experts.total() if experts else None)
 
 
 def over_shards(read: ReadStats) -> ReadStats:
@@ -159,6 +167,7 @@ def decode_cost(decoder: Decoder, params: Any, batch: Batch, output: Forward) ->
         bytes_per_weight=narrowest(params),
         bytes_per_cache=state.cache.bytes_per_number,
         hardware=state.hardware,
+        expert_fraction=None if output.experts is None else output.experts.fraction,
     )
 
 

@@ -67,6 +67,7 @@ def start(
     page_policy: PagePolicy | None = None,
     hardware: Hardware | None = None,
     speculator: Any = None,
+    expert_policy: Any = None,
 ) -> State:
     """Prefills an empty cache with the prompts and returns the state before the first step.
 
@@ -88,6 +89,8 @@ def start(
         hardware: the roofline by which the ledger counts seconds, by default that of the device.
         speculator: the `speculation.Speculator` that `generate` will be given; the state keeps the text for
             it.
+        expert_policy: decides how many experts of a mixture a step reads (`expert_reader.ExpertPolicy`); None
+            reads those that the routers choose, as prefill does. Not together with a speculator.
 
     Returns:
         The state of the loop.
@@ -99,7 +102,7 @@ def start(
     check_prompts(prompts, cache, decoder.shape.vocabulary)
     check_limits(max_tokens, seeds, stop, sample, len(prompts), decoder.shape.vocabulary)
     check_randomness_and_belief(key, belief_temperature)
-    check_parts(hardware, page_policy)
+    check_parts(hardware, page_policy, expert_policy, decoder.shape)
     check_speculator(speculator)
     state = _empty_state(
         decoder,
@@ -111,6 +114,7 @@ def start(
         page_policy=page_policy,
         hardware=hardware,
     )
+    state = state._replace(expert_policy=expert_policy)
     state, total = _place_prompts(state, prompts, max_tokens, seeds, stop)
     if speculator is not None:
         text = _prompt_text(prompts, cache.table.shape[1] * cache.page_size)

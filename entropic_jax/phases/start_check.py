@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..state import Hardware, Sampling
-from ..state.cache import Cache
+from ..state.cache import Cache, ModelShape
 
 LARGEST_INT = 2**31 - 1  # what the device's integers hold
 UNUSED = -1  # a slot of `stop` that holds no token
@@ -137,12 +137,14 @@ def _described(value: Any) -> str:
     return f"{value!r:.200}"
 
 
-def check_parts(hardware: Any, page_policy: Any) -> None:
-    """Raises ValueError for a roofline or a page policy that `start` does not take.
+def check_parts(hardware: Any, page_policy: Any, expert_policy: Any, shape: ModelShape) -> None:
+    """Raises ValueError for a roofline, a page policy or an expert policy that `start` does not take.
 
     Args:
         hardware: a `Hardware`, or None.
         page_policy: a `PagePolicy`, or None.
+        expert_policy: an `ExpertPolicy`, or None.
+        shape: sizes of the model.
     """
     if hardware is not None and not (isinstance(hardware, Hardware) and all(map(_is_positive, hardware))):
         raise ValueError(
@@ -152,6 +154,15 @@ def check_parts(hardware: Any, page_policy: Any) -> None:
     if page_policy is not None and not _has_methods(page_policy, "memory", "reader", "prompt_reader"):
         raise ValueError(
             f"page_policy must be None or a page policy, such as a Selection; got {_described(page_policy)}"
+        )
+    if expert_policy is not None and not _has_methods(expert_policy, "num_experts"):
+        raise ValueError(
+            "expert_policy must be None or an expert policy, such as a TopPExperts; "
+            f"got {_described(expert_policy)}"
+        )
+    if expert_policy is not None and not shape.expert_weights:
+        raise ValueError(
+            f"expert_policy must be None for a model without experts; got {_described(expert_policy)}"
         )
 
 

@@ -67,6 +67,11 @@ def check_speculation(controller: Any, state: State) -> None:
             "page_policy must be None where tokens are drafted, since a pass reads every page; "
             f"got {state.page_policy}"
         )
+    if state.expert_policy is not None:
+        raise ValueError(
+            "expert_policy must be None where tokens are drafted, since a pass reads all experts that are "
+            f"chosen; got {state.expert_policy}"
+        )
 
 
 def draft(

@@ -177,6 +177,9 @@ class State(NamedTuple):
     speculation: Any = ()  # what the draft-length law remembers per row: any pytree
     adapter: jax.Array | None = None  # int32 [rows], LoRA adapter, 0 for none; None where the model has none
     features: jax.Array | None = None  # float32 [rows, hidden], what `token` was drawn from, for a draft head
+    expert_policy: Any = (
+        None  # an `ExpertPolicy` (see `page_policy`); None reads the experts that routers choose
+    )
 
 
 # The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.
@@ -207,6 +210,7 @@ class Trace(NamedTuple):
     num_drafted: jax.Array  # int32, at the first token of a verification pass: tokens drafted for it
     from_draft: jax.Array  # bool: the token is a drafted one that was accepted; it took no pass of its own
     top_logprobs: TopLogprobs | tuple[()] = ()  # in steps with constraints
+    experts_read: jax.Array | tuple[()] = ()  # int32 [tokens, rows, layers], in steps with an expert policy
 
     @property
     def num_tokens(self) -> jax.Array:

@@ -83,6 +83,29 @@ def weights_read(shape: ModelShape, rows: jax.Array | float = 1.0) -> jax.Array:
     return jnp.float32(shape.weights) + shape.expert_weights * touched
 
 
+def experts_touched(shape: ModelShape, active: jax.Array, fraction: jax.Array) -> jax.Array:
+    """Expected number of weights of experts that a step reads, if rows read fractions of what routers choose.
+
+        E (1 − Π_i (1 − s f_i))
+
+    f_i is the fraction of an active row, s and E as in `weights_read`, to which this adds up where every
+    fraction is 1.
+
+    Args:
+        shape: sizes of the model.
+        active: bool `[rows]`.
+        fraction: f, float32 `[rows]`.
+
+    >>> from .cache import ModelShape
+    >>> sizes = dict(layers=1, heads=1, kv_heads=1, head_dim=2, vocabulary=2, hidden=2)
+    >>> shape = ModelShape(**sizes, weights=40, expert_weights=80, expert_share=0.25)
+    >>> float(experts_touched(shape, jnp.array([True, False]), jnp.array([0.5, 1.0])))
+    10.0
+    """
+    unread = jnp.where(active, 1 - shape.expert_share * fraction, 1.0)
+    return shape.expert_weights * (1 - jnp.prod(unread))
+
+
 def step_cost(
     shape: ModelShape,
     *,
@@ -92,6 +115,7 @@ def step_cost(
     bytes_per_weight: int | float,
     bytes_per_cache: int | float,
     hardware: Hardware,
+    expert_fraction: jax.Array | None = None,
 ) -> Cost:
     """The cost of decoding one token in each active row.
 
@@ -110,6 +134,9 @@ def step_cost(
         bytes_per_weight: b_W.
         bytes_per_cache: b_KV, per number of K or V.
         hardware: peak FLOP/s and memory bandwidth.
+        expert_fraction: float32 `[rows]`, the fraction that was read of the experts that routers choose, None
+            for all. W is then smaller by what was not read, and rows share the weights of experts
+            (`experts_touched`) in proportion to their fractions.
 
     Source: Kiruluta 2026 (arXiv 2603.03310). Differs from the paper: C is in roofline seconds.
     """
@@ -118,7 +145,14 @@ def step_cost(
     position = 2.0 * shape.head_dim * bytes_per_cache  # bytes of one K and one V of one KV head
     group = shape.heads / shape.kv_heads
     flops = 2.0 * shape.weights + 4.0 * shape.head_dim * group * read
-    bytes_read = bytes_per_weight * weights_read(shape, rows) / jnp.maximum(rows, 1.0) + position * read
+    weights = weights_read(shape, rows) / jnp.maximum(rows, 1.0)
+    if expert_fraction is not None:
+        chosen = shape.expert_weights * shape.expert_share  # by one token
+        share = jnp.where(active, expert_fraction, 0.0)
+        flops = flops - 2.0 * chosen * (1 - share)
+        touched = experts_touched(shape, active, share) * share / jnp.maximum(share.sum(), 1e-9)
+        weights = (shape.weights - chosen) / jnp.maximum(rows, 1.0) + touched
+    bytes_read = bytes_per_weight * weights + position * read
     seconds = jnp.maximum(flops / hardware.peak, bytes_read / hardware.bandwidth)
     held = position * shape.layers * shape.kv_heads * jnp.asarray(length, jnp.float32)
     flops, bytes_read, seconds = (jnp.where(active, x, 0.0) for x in (flops, bytes_read, seconds))
