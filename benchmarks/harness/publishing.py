@@ -17,6 +17,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "ablation": "ablation.md",
     "ablation.certificate": "ablation.md",
     "ablation.second_pass": "ablation.md",
+    "ablation.experts": "experts.md",
     "decode": "decoding.md",
     "decode.quantization": "quantization.md",
     "entropy": "entropy.md",

@@ -19,6 +19,7 @@ LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
     "ablation.certificate": "certificate-amd-epyc.json",
     "ablation.second_pass": "second-pass-amd-epyc.json",
+    "ablation.experts": "experts-amd-epyc.json",
     "decode.quantization": "quantization-amd-epyc.json",
     "entropy": "entropy-amd-epyc.json",
     "kernels": "kernels-amd-epyc.json",

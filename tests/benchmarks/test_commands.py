@@ -21,8 +21,8 @@ WITHOUT_PAGE = ("publish", "embedded_model", "serving_overhead")
 
 def test_all_are_there():
     names = (
-        "ablation ablation.certificate ablation.second_pass decode decode.quantization embedded_model "
-        "entropy kernels long_context"
+        "ablation ablation.certificate ablation.experts ablation.second_pass decode decode.quantization "
+        "embedded_model entropy kernels long_context"
     )
     assert [
         *names.split(),
