@@ -43,6 +43,12 @@ SAMPLING = {  # as `parameter_tables` of sampling parameters accept them, which 
     "eta_cutoff": number(0, 1),
     "top_h": number(0, 1, above=True),
     "repetition_penalty": number(0, 1000, above=True),
+    "dry_multiplier": number(0, 100),
+    "dry_base": number(1, 10),
+    "dry_allowed_length": Check(
+        lambda value: is_number(value) and 1 <= value <= 32 and value == int(value),
+        "an integer between 1 and 32",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from entropic_jax.phases.emission import (
     trace_of,
 )
 from entropic_jax.phases.forward import Forward, _adapters
-from entropic_jax.sampling import History, parameters, sample
+from entropic_jax.sampling import history, parameters, sample
 from entropic_jax.sampling.randomness import row_keys
 from entropic_jax.state import PAUSED, RUNNING, STOPPED, State, ledger, plain_action, unmeasured
 from entropic_jax.state.cache import Cache
@@ -39,7 +39,7 @@ def state_of(rows: int, **fields) -> State:
 
 
 def test_the_text_has_every_token_of_a_pass_at_its_position():
-    blank = History(jnp.zeros((3, 9), bool), jnp.zeros((3, 9), jnp.int32))
+    blank = history(3, 9)
     state = state_of(
         3,
         history=blank,
@@ -93,7 +93,7 @@ def test_a_stop_token_is_forbidden_below_the_minimum_length_of_the_text_with_the
     state = state_of(
         3,
         sampling=parameters(3),
-        history=History(jnp.zeros((3, 9), bool), jnp.zeros((3, 9), jnp.int32)),
+        history=history(3, 9),
         stop=jnp.full((3, 1), 2, jnp.int32),
         length=jnp.array([4, 5, 2], jnp.int32),
         evicted=jnp.array([0, 0, 3], jnp.int32),

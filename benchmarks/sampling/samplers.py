@@ -55,6 +55,7 @@ def samplers(calibration: Calibration, model: models.Model) -> dict[str, Sampler
         "ε-cutoff 0.0006": Sampler(off, dict(epsilon_cutoff=6e-4)),
         "η-cutoff 0.002": Sampler(off, dict(eta_cutoff=2e-3)),
         "top-H 0.4": Sampler(off, dict(top_h=0.4)),
+        "DRY 0.8": Sampler(off, dict(dry_multiplier=0.8)),
         "XTC 0.5, 0.1": Sampler(off, dict(xtc_probability=0.5, xtc_threshold=0.1)),
         "Mirostat 2": Sampler(law(Mirostat(target_entropy=calibration.target_entropy)), {}),
         "micro": Sampler(preset("micro", None, gains), {}),

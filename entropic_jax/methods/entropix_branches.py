@@ -234,15 +234,21 @@ def backtrack(search: SearchState, plan: SearchPlan, max_sequences: int | None =
     taken = to[:, None] + 1 + jnp.arange(plan.window)
     gone = back[:, None] & (taken <= length[:, None])
     token = text.token[row[:, None], taken % held]
-    vocabulary = state.history.generated.shape[1]
+    history, vocabulary = state.history, state.history.generated.shape[1]
     occurrences = (row[:, None], jnp.where(gone, token, vocabulary))
+    num_gone = gone.sum(1, dtype=jnp.int32)
+    last = history.number[:, None] - num_gone[:, None] + jnp.arange(plan.window)
+    window = history.latest.shape[1]
+    emptied = (row[:, None], jnp.where(jnp.arange(plan.window) < num_gone[:, None], last % window, window))
     first = text.token[row, (to + 1) % held]
     keep = lambda new, old: jnp.where(back, new, old)
     state = state._replace(
         length=keep(to, length),
         token=keep(at(text.token), state.token),
-        history=state.history._replace(
-            generated=state.history.generated.at[occurrences].add(-1, mode="drop")
+        history=history._replace(
+            generated=history.generated.at[occurrences].add(-1, mode="drop"),
+            latest=history.latest.at[emptied].set(-1, mode="drop"),
+            number=history.number - num_gone,
         ),
         signal=state.signal._replace(entropy=keep(at(text.entropy), state.signal.entropy)),
         ledger=state.ledger._replace(entropic_time=keep(at(text.entropic_time), state.ledger.entropic_time)),
@@ -317,9 +323,11 @@ def branch(search: SearchState, plan: SearchPlan, max_sequences: int | None = No
     row, token, score = jnp.arange(rows), candidate.reshape(-1), likely.reshape(-1)
     state = _from_rows(state, source)
     before = jnp.repeat(first[:, 0], k)
-    vocabulary = state.history.generated.shape[1]
-    counted = state.history.generated.at[row, jnp.where(new, before, vocabulary)].add(-1, mode="drop")
+    history, vocabulary = state.history, state.history.generated.shape[1]
+    counted = history.generated.at[row, jnp.where(new, before, vocabulary)].add(-1, mode="drop")
     counted = counted.at[row, jnp.where(new, token, vocabulary)].add(1, mode="drop")
+    window = history.latest.shape[1]
+    place = jnp.where(new, (history.number - 1) % window, window)
     ended = (state.stop == token[:, None]).any(1)
     zero = lambda x: jnp.where(new, 0.0, x)
     ledger = state.ledger
@@ -327,7 +335,9 @@ def branch(search: SearchState, plan: SearchPlan, max_sequences: int | None = No
         seed=jnp.where(new, state.seed + jnp.tile(slot, sequences) * SEED, state.seed),
         token=jnp.where(new, token, state.token),
         status=jnp.where(new & ended, STOPPED, state.status),
-        history=state.history._replace(generated=counted),
+        history=history._replace(
+            generated=counted, latest=history.latest.at[row, place].set(token, mode="drop")
+        ),
         signal=state.signal._replace(surprisal=jnp.where(new, -score, state.signal.surprisal)),
         ledger=ledger._replace(
             flops=zero(ledger.flops), bytes_read=zero(ledger.bytes_read), seconds=zero(ledger.seconds)

@@ -29,6 +29,7 @@ the code that writes the answer."""
 
 _PROBABILITY = Number(float, 0, 1, above_low=True)
 _PENALTY = Number(float, -2, 2)
+LONGEST_RUN = 32  # tokens that `dry_multiplier` compares
 LARGEST_VOCABULARY = 2**20  # tokens
 RANDOM_SEED = -1  # stands for one that is drawn anew
 _LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no difference
@@ -144,6 +145,23 @@ class SamplingParams(Table):
         "subtracted from the logits of tokens in the text, once per occurrence; 0 is off",
         scope=DEVICE,
     )
+    dry_multiplier: float = parameter(
+        0.0,
+        Number(float, 0, 100),
+        "subtracted from the logit of a token that would go on repeating a run of the latest 256 tokens, "
+        "times dry_base for each token of the run above dry_allowed_length; 0 is off",
+        scope=DEVICE,
+    )
+    dry_base: float = parameter(
+        1.75, Number(float, 1, 10), "growth of the penalty of dry_multiplier with each token", scope=DEVICE
+    )
+    dry_allowed_length: int = parameter(
+        2,
+        Number(int, 1, LONGEST_RUN),
+        "the shortest run that dry_multiplier penalises",
+        unit="tokens",
+        scope=DEVICE,
+    )
     logit_bias: Mapping[int, float] = parameter(
         {}, TokenBiases(-100, 100, 300), "added to the logits of these tokens; -inf bans one", scope=HOST
     )
@@ -245,6 +263,9 @@ IN_GENERATION_CONFIG = (
     "eta_cutoff",
     "top_h",
     "repetition_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
 )
 
 

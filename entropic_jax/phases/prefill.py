@@ -210,14 +210,13 @@ def _place_prompts(
     limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     alive = (lengths > 0) & (limits > 0)
-    prompt_mask = _mask_of_prompts(prompts, state.history.prompt.shape[1])
     state = state._replace(
         seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
         token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
         limit=jnp.asarray(np.minimum(lengths - 1 + np.minimum(limits, context), context), jnp.int32),
         status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
         stop=stop_table(stop, rows),
-        history=state.history._replace(prompt=prompt_mask),
+        history=_history_of_prompts(prompts, state.history),
     )
     return state, np.where(alive, lengths - 1, 0)
 
@@ -244,12 +243,16 @@ def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
     return jnp.asarray(stops)
 
 
-def _mask_of_prompts(prompts: Sequence[Sequence[int]], vocabulary: int) -> jax.Array:
-    """The tokens that occur in each prompt, bool `[rows, vocabulary]`."""
-    mask = np.zeros((len(prompts), vocabulary), bool)
+def _history_of_prompts(prompts: Sequence[Sequence[int]], blank: sampling.History) -> sampling.History:
+    """A blank history with the prompt of each row."""
+    mask = np.zeros(blank.prompt.shape, bool)
     for row, prompt in enumerate(prompts):
         mask[row, np.asarray(prompt, np.int64)] = True
-    return jnp.asarray(mask)
+    return blank._replace(
+        prompt=jnp.asarray(mask),
+        latest=jnp.asarray(np.stack([sampling.latest_of(prompt) for prompt in prompts])),
+        number=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+    )
 
 
 def _prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from ..state import History, Sampling
 from ..state.sampling_parameters import parameters
-from .processors import adjusts, history, penalise, record
+from .processors import adjusts, history, latest_of, penalise, record
 from .sampler import gumbel, sample
 from .truncation import truncate
 
@@ -12,6 +12,7 @@ __all__ = [
     "adjusts",
     "gumbel",
     "history",
+    "latest_of",
     "parameters",
     "penalise",
     "record",

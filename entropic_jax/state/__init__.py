@@ -37,15 +37,20 @@ class Sampling(NamedTuple):
     repetition_penalty: jax.Array  # float32 [rows], > 0; 1 is off; prompt and generated tokens
     presence_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
     frequency_penalty: jax.Array  # float32 [rows], 0 is off; generated tokens
+    dry_multiplier: jax.Array  # float32 [rows], >= 0; 0 is off; the latest tokens
+    dry_base: jax.Array  # float32 [rows], >= 1
+    dry_allowed_length: jax.Array  # int32 [rows], >= 1
     bias_tokens: jax.Array  # int32 [rows, slots]; -1 is an unused slot
     bias_values: jax.Array  # float32 [rows, slots], added to the logit; −inf bans the token
 
 
 class History(NamedTuple):
-    """Token counts that the penalties read."""
+    """Tokens that the penalties read."""
 
     prompt: jax.Array  # bool [rows, vocabulary]: the token occurs in the prompt
     generated: jax.Array  # int32 [rows, vocabulary]: how often the token was generated
+    latest: jax.Array  # int32 [rows, window]: token i of prompt and text is at i modulo the window; -1: none
+    number: jax.Array  # int32 [rows]: tokens of prompt and text
 
 
 class Focus(NamedTuple):

@@ -31,6 +31,7 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 EXPERTS = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # Mixtral's names
 ABSENT_IF_DENSE = ("num_local_experts", "num_experts_per_tok")  # in config.json
 GENERATION = {"do_sample": True, "temperature": 0.8, "top_p": 0.95, "repetition_penalty": 1.1}
+LOOPS = {"dry_multiplier": 1.0, "dry_allowed_length": 4}  # in generation_config.json too: ends loops
 
 
 def newest(checkpoints: Path) -> tuple[Params, int]:
@@ -160,7 +161,7 @@ def export(params: Params, shape: Shape, tokenizer: Tokenizer, out: Path, step: 
         "model_max_length": shape.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
     }
-    generation = {**GENERATION, "bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    generation = {**GENERATION, **LOOPS, "bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     for name, content in (
         ("config", configuration(shape, begin, end)),
         ("tokenizer_config", description),

@@ -17,6 +17,7 @@ from entropic_jax.methods.entropix_branches import SearchCounts, SearchPlan
 from entropic_jax.methods.method import Method
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS
 from entropic_jax.phases.prefill import PrefillChunk, PrefillOutput
+from entropic_jax.sampling import History
 from entropic_jax.speculation import Speculator
 from entropic_jax.state import FULL, PAUSED, ROW_FIELDS, RUNNING, TopLogprobs, cache
 from entropic_jax.state.constraints import Constraints
@@ -78,6 +79,7 @@ class UpdateBatch(NamedTuple):
     # The penalties' history, in the batches that place rows with penalties.
     prompt_history: Array | None = None  # bool [k, vocabulary]
     generated_history: Array | None = None  # int32 [k, vocabulary]
+    latest_history: Array | None = None  # int32 [k, window + 1]: the latest tokens, and the number of all
     text: Array | None = None  # int32 [k, context + 1], tokens by position, where drafters read them
     adapter: Array | None = None  # int32 [k], LoRA adapters, where the model has any
 
@@ -151,10 +153,16 @@ def _place(state: State, row: jax.Array, batch: UpdateBatch) -> State:
         bias_values=put(state.sampling.bias_values, batch.bias_values),
     )
     history = state.history
-    if batch.prompt_history is not None and batch.generated_history is not None:
-        history = history._replace(
+    if (
+        batch.prompt_history is not None
+        and batch.generated_history is not None
+        and batch.latest_history is not None
+    ):
+        history = History(
             prompt=put(history.prompt, batch.prompt_history),
             generated=put(history.generated, batch.generated_history),
+            latest=put(history.latest, batch.latest_history[:, :-1]),
+            number=put(history.number, batch.latest_history[:, -1]),
         )
     text = state.text
     if text is not None:

@@ -329,4 +329,5 @@ class LaunchPlanner:
 
 def has_penalties(request: Request) -> bool:
     """Whether a request's penalties need the history of its tokens."""
-    return bool(request.repetition_penalty != 1 or request.presence_penalty or request.frequency_penalty)
+    additive = request.presence_penalty or request.frequency_penalty or request.dry_multiplier
+    return bool(request.repetition_penalty != 1 or additive)

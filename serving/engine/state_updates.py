@@ -5,6 +5,8 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from entropic_jax.sampling import latest_of
+from entropic_jax.sampling.processors import WINDOW
 from entropic_jax.state import PREFILLING, RUNNING
 
 from ..request import Request
@@ -129,6 +131,7 @@ class StateUpdates:
             gains=np.zeros((PLACEMENTS, self.gains), np.float32),
             prompt_history=history,
             generated_history=None if history is None else history.astype(np.int32),
+            latest_history=None if history is None else np.zeros((PLACEMENTS, WINDOW + 1), np.int32),
             text=None if self.text_length is None else np.zeros((PLACEMENTS, self.text_length), np.int32),
             adapter=np.zeros(PLACEMENTS, np.int32) if self.adapters else None,
         )
@@ -180,7 +183,10 @@ def _write(batch: UpdateBatch, index: int, placement: Placement) -> None:
         placement.history is not None
         and batch.prompt_history is not None
         and batch.generated_history is not None
+        and batch.latest_history is not None
     ):
         prompt, generated = placement.history
         batch.prompt_history[index, list(prompt)] = True
         np.add.at(batch.generated_history[index], generated, 1)
+        text = (*prompt, *generated)
+        batch.latest_history[index] = [*latest_of(text), len(text)]

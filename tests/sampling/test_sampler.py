@@ -99,9 +99,15 @@ def test_penalties_and_bias_follow_their_formula():
     expected[0, 3] += 5
     expected[0, 60] -= 2
     expected[3, 0] = -np.inf
-    actual = np.asarray(penalise(logits, params, sampling.History(jnp.asarray(prompt), jnp.asarray(count))))
+    actual = np.asarray(penalise(logits, params, history_of(prompt, count)))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(actual[2], logits[2])
+
+
+def history_of(prompt, count):
+    """A history with these counts and no latest tokens."""
+    blank = sampling.history(*np.shape(count))
+    return blank._replace(prompt=jnp.asarray(prompt), generated=jnp.asarray(count))
 
 
 def test_a_biased_token_outside_the_vocabulary_has_no_effect():
@@ -231,7 +237,7 @@ def test_a_row_does_not_depend_on_its_neighbours(row):
     poisoned = other.copy()
     poisoned[:, ::7] = np.nan
     count = jnp.asarray(np.random.default_rng(2).poisson(0.3, (ROWS, VOCABULARY)), jnp.int32)
-    history = sampling.History(count > 1, count)
+    history = history_of(count > 1, count)
     actual = []
     for neighbours, beside in (({}, logits), (quiet, logits), ({}, other), ({}, poisoned)):
         params = sampling.parameters(ROWS, **row_at(row, neighbours))

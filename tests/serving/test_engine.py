@@ -142,7 +142,14 @@ def test_generated_pages_are_found_by_a_prompt_that_continues_the_text(model):
 def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch_invariant):
     engine_requests = [
         engine_request(
-            f"j{i}", prompt(30, i), seed=i, max_tokens=40, frequency_penalty=0.5 * (i == 2), **WARM
+            f"j{i}",
+            prompt(30, i),
+            seed=i,
+            max_tokens=40,
+            frequency_penalty=0.5 * (i == 2),
+            dry_multiplier=2.0 * (i == 3),
+            dry_allowed_length=1,
+            **WARM,
         )
         for i in range(6)
     ]

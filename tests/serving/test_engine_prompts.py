@@ -29,6 +29,39 @@ def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F
         assert [tokens for tokens, _ in run(exact, *requests)] == expected
 
 
+def test_runs_are_penalised_as_in_the_loop(model, exact):  # noqa: F811
+    """DRY knows the end of the prompt, in a row that a sequence without it has had before, too."""
+    page, penalties = (
+        exact.sizes.page_size,
+        dict(dry_multiplier=[2.0, 0.5, 0.0], dry_allowed_length=[1, 2, 2]),
+    )
+    prompts = [(7, 8, 9) * n for n in (1, page // 2, page)]
+    pool = cache.allocate(model.decoder.shape, 3, 128, page_size=page)
+    sample = parameters(3, temperature=0.0, **penalties)
+    state = loop.start(
+        model.decoder,
+        model.params,
+        chain(),
+        pool,
+        prompts,
+        key=jax.random.key(0),
+        max_tokens=24,
+        sample=sample,
+    )
+    _, trace = loop.generate(model.decoder, model.params, chain(), state, 24, capacity=24)
+    expected = trace.token.T.tolist()
+    plain = [engine_request(f"plain {n}", p, max_tokens=24, temperature=0.0) for n, p in enumerate(prompts)]
+    changed = [tokens for tokens, _ in run(exact, *plain)]
+    assert changed[:2] != expected[:2] and changed[2] == expected[2]
+    requests = [
+        engine_request(
+            f"{n}", p, max_tokens=24, temperature=0.0, **{name: x[n] for name, x in penalties.items()}
+        )
+        for n, p in enumerate(prompts)
+    ]
+    assert [tokens for tokens, _ in run(exact, *requests)] == expected
+
+
 def test_a_prompt_of_one_token_is_scored(exact):  # noqa: F811
     deltas = list(exact.submit(engine_request("one", (5,), prompt_logprobs=1, max_tokens=2)))
     assert [(p.id, p.logprob) for d in deltas for p in d.prompt] == [(5, None)]

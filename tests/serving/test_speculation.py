@@ -55,6 +55,7 @@ def requests(max_tokens: int = 30) -> list[EngineRequest]:
         dict(**WARM, logit_bias=NARROW),
         dict(**WARM, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias=NARROW),
         dict(**GREEDY, presence_penalty=0.5, logprobs=3),
+        dict(**GREEDY, dry_multiplier=0.5, dry_allowed_length=1),
         dict(**WARM, top_p=0.8, min_p=0.02, logit_bias=NARROW, logprobs=0),
         dict(**GREEDY, stop=("zz", "\n")),
         dict(**WARM, logit_bias=NARROW, stop_token_ids=(33,), min_tokens=9),

@@ -27,6 +27,8 @@ SAMPLING: dict[str, Any] = dict(
     repetition_penalty=[1.0, 1.2, 1.0, 1.0],
     presence_penalty=[0.0, 0.0, 0.4, 0.0],
     frequency_penalty=[0.0, 0.0, 0.0, 0.3],
+    dry_multiplier=[0.0, 0.0, 0.0, 0.8],
+    dry_allowed_length=[2, 2, 2, 1],
     logit_bias=[{}, {5: 2.0}, {}, {7: -4.0}],
 )
 
