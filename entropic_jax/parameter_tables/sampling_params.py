@@ -29,7 +29,6 @@ the code that writes the answer."""
 
 _PROBABILITY = Number(float, 0, 1, above_low=True)
 _PENALTY = Number(float, -2, 2)
-LONGEST_RUN = 32  # tokens that `dry_multiplier` compares
 LARGEST_VOCABULARY = 2**20  # tokens
 RANDOM_SEED = -1  # stands for one that is drawn anew
 _LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no difference
@@ -157,7 +156,7 @@ class SamplingParams(Table):
     )
     dry_allowed_length: int = parameter(
         2,
-        Number(int, 1, LONGEST_RUN),
+        Number(int, 1, 32),
         "the shortest run that dry_multiplier penalises",
         unit="tokens",
         scope=DEVICE,

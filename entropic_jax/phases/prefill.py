@@ -216,7 +216,7 @@ def _place_prompts(
         limit=jnp.asarray(np.minimum(lengths - 1 + np.minimum(limits, context), context), jnp.int32),
         status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
         stop=stop_table(stop, rows),
-        history=_history_of_prompts(prompts, state.history),
+        history=sampling.with_prompts(state.history, prompts),
     )
     return state, np.where(alive, lengths - 1, 0)
 
@@ -241,18 +241,6 @@ def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
     for row, tokens in enumerate(stop):
         stops[row, : len(tokens)] = tokens
     return jnp.asarray(stops)
-
-
-def _history_of_prompts(prompts: Sequence[Sequence[int]], blank: sampling.History) -> sampling.History:
-    """A blank history with the prompt of each row."""
-    mask = np.zeros(blank.prompt.shape, bool)
-    for row, prompt in enumerate(prompts):
-        mask[row, np.asarray(prompt, np.int64)] = True
-    return blank._replace(
-        prompt=jnp.asarray(mask),
-        latest=jnp.asarray(np.stack([sampling.latest_of(prompt) for prompt in prompts])),
-        number=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
-    )
 
 
 def _prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:

@@ -2,7 +2,7 @@
 
 from ..state import History, Sampling
 from ..state.sampling_parameters import parameters
-from .processors import adjusts, history, latest_of, penalise, record
+from .processors import adjusts, history, latest_of, penalise, record, with_prompts
 from .sampler import gumbel, sample
 from .truncation import truncate
 
@@ -18,4 +18,5 @@ __all__ = [
     "record",
     "sample",
     "truncate",
+    "with_prompts",
 ]

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..parameter_tables.sampling_params import LONGEST_RUN
 from ..state import History, Sampling
 
 WINDOW = 256  # latest tokens of prompt and text, in which runs are sought
+LONGEST_RUN = 32  # tokens that are compared; the largest `dry_allowed_length`
 
 
 def history(rows: int, vocabulary: int) -> History:
@@ -35,6 +35,18 @@ def latest_of(text: Sequence[int]) -> np.ndarray:
     latest = np.full(WINDOW, -1, np.int32)
     latest[np.arange(len(text))[-WINDOW:] % WINDOW] = np.asarray(text[-WINDOW:], np.int32)
     return latest
+
+
+def with_prompts(blank: History, prompts: Sequence[Sequence[int]]) -> History:
+    """A blank history with the prompt of each row."""
+    mask = np.zeros(blank.prompt.shape, bool)
+    for row, prompt in enumerate(prompts):
+        mask[row, np.asarray(prompt, np.int64)] = True
+    return blank._replace(
+        prompt=jnp.asarray(mask),
+        latest=jnp.asarray(np.stack([latest_of(prompt) for prompt in prompts])),
+        number=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+    )
 
 
 def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.Array:
@@ -138,22 +150,22 @@ def penalise(logits: jax.Array, sampling: Sampling, history: History) -> jax.Arr
     [[1.5, 3.0, 4.5]]
     """
     logits = logits.astype(jnp.float32)
-    repeating = sampling.repetition_penalty != 1
-    penalising = _penalising(sampling)
+    return lax.cond(adjusts(sampling), lambda z: _penalised(z, sampling, history), lambda z: z, logits)
 
-    def apply(logits):
-        count = history.generated
-        penalty = sampling.repetition_penalty[:, None]
-        repeated = (history.prompt | (count > 0)) & repeating[:, None]
-        changed = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
-        changed -= jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0)
-        changed -= sampling.frequency_penalty[:, None] * count.astype(jnp.float32)
-        # A row that does not penalise keeps its very bits, whatever the compiler contracts above.
-        changed = jnp.where(penalising[:, None], changed, logits)
-        rows, vocabulary = logits.shape
-        indices = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
-        changed = changed.at[indices].add(sampling.bias_values, mode="drop")
-        is_dry = jnp.any(sampling.dry_multiplier > 0)
-        return lax.cond(is_dry, lambda z: z - _run_penalty(sampling, history), lambda z: z, changed)
 
-    return lax.cond(adjusts(sampling), apply, lambda logits: logits, logits)
+def _penalised(logits: jax.Array, sampling: Sampling, history: History) -> jax.Array:
+    """See `penalise`."""
+    repeating, penalising = sampling.repetition_penalty != 1, _penalising(sampling)
+    count = history.generated
+    penalty = sampling.repetition_penalty[:, None]
+    repeated = (history.prompt | (count > 0)) & repeating[:, None]
+    changed = jnp.where(repeated, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    changed -= jnp.where(count > 0, sampling.presence_penalty[:, None], 0.0)
+    changed -= sampling.frequency_penalty[:, None] * count.astype(jnp.float32)
+    # A row that does not penalise keeps its very bits, whatever the compiler contracts above.
+    changed = jnp.where(penalising[:, None], changed, logits)
+    rows, vocabulary = logits.shape
+    indices = (jnp.arange(rows)[:, None], _inside(sampling.bias_tokens, True, vocabulary))
+    changed = changed.at[indices].add(sampling.bias_values, mode="drop")
+    is_dry = jnp.any(sampling.dry_multiplier > 0)
+    return lax.cond(is_dry, lambda z: z - _run_penalty(sampling, history), lambda z: z, changed)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax.parameter_tables.sampling_params import LONGEST_RUN
+from entropic_jax.parameter_tables.sampling_params import PARAMETERS
 from entropic_jax.sampling import history, latest_of, parameters, penalise, record
-from entropic_jax.sampling.processors import WINDOW
+from entropic_jax.sampling.processors import LONGEST_RUN, WINDOW
 
 VOCABULARY = 11
 
@@ -69,3 +69,8 @@ def test_a_masked_token_stays_masked_and_a_loop_ends():
     logits = jnp.full((1, VOCABULARY), -jnp.inf).at[0, 1].set(9.0).at[0, 5].set(0.0)
     actual = np.asarray(penalise(logits, parameters(1, dry_multiplier=1.0), state))
     assert actual.argmax() == 5 and np.isneginf(actual[0, [0, 2, 3, 4]]).all()
+
+
+def test_the_table_allows_no_run_that_is_longer_than_those_compared():
+    assert PARAMETERS["dry_allowed_length"].accepts.high == LONGEST_RUN
+    assert f"latest {WINDOW} tokens" in PARAMETERS["dry_multiplier"].help

@@ -140,19 +140,9 @@ def test_generated_pages_are_found_by_a_prompt_that_continues_the_text(model):
 @pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", [True, False])
 def test_preemption_changes_nothing_and_loses_no_page(model, exact, plain, batch_invariant):
-    engine_requests = [
-        engine_request(
-            f"j{i}",
-            prompt(30, i),
-            seed=i,
-            max_tokens=40,
-            frequency_penalty=0.5 * (i == 2),
-            dry_multiplier=2.0 * (i == 3),
-            dry_allowed_length=1,
-            **WARM,
-        )
-        for i in range(6)
-    ]
+    penalties = {2: {"frequency_penalty": 0.5}, 3: {"dry_multiplier": 2.0, "dry_allowed_length": 1}}
+    fields = [{**WARM, "max_tokens": 40, **penalties.get(i, {})} for i in range(6)]
+    engine_requests = [engine_request(f"j{i}", prompt(30, i), seed=i, **fields[i]) for i in range(6)]
     reference = run(exact if batch_invariant else plain, *engine_requests)
     for engine in engine_of(model, num_pages=40, batch_invariant=batch_invariant):
         results = run(engine, *engine_requests)
