@@ -358,7 +358,7 @@ def test_the_real_server_speaks_the_same_language(chromium, live):
     chromium.open(live.url + "/")
     chromium.until("document.querySelector('#health-text').textContent === 'ready'")
     assert text(chromium, "#model") == "embedded"
-    chromium.until("document.querySelector('#target').placeholder.startsWith('auto: 1.3')")
+    chromium.until("document.querySelector('#target').placeholder.startsWith('auto: 1.7')")
     chromium.value(
         "document.querySelector('input[value=micro]').click();"
         "document.querySelector('#max-tokens').value = 12; document.querySelector('#seed').value = 0"
