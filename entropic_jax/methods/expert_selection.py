@@ -83,7 +83,7 @@ def features(probability: jax.Array, previous_entropy: jax.Array, ranks: int) ->
 
 @pytree
 class ExpectedReductionExperts:
-    """Reads one more expert while it is expected to lower the output's entropy by more than a price.
+    """One more expert while it is expected to lower the output's entropy by more than a price.
 
         n = 1 + the number of further experts, in order of rank, before the first with ĝ ≤ λ
         ĝ = w · (1, q, H_r, H, q H_r, q H), with weights w of its own for each layer and rank; see `features`

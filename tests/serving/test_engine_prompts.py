@@ -8,22 +8,19 @@ from entropic_jax.state import cache
 from tests.serving.test_engine import engine_request, exact, model, prompt, run  # noqa: F401  (fixtures)
 
 
+def continued_in_the_loop(model, prompts, tokens, page, **sampling):  # noqa: F811
+    """The greedy tokens of each prompt in the loop without the engine."""
+    pool = cache.allocate(model.decoder.shape, len(prompts), 128, page_size=page)
+    sample = parameters(len(prompts), temperature=0.0, **sampling)
+    parts = model.decoder, model.params, chain()
+    state = loop.start(*parts, pool, prompts, key=jax.random.key(0), max_tokens=tokens, sample=sample)
+    return loop.generate(*parts, state, tokens, capacity=tokens)[1].token.T.tolist()
+
+
 def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F811
     page = exact.sizes.page_size
     prompts = [prompt(n, 40 + n) for n in (1, 2, page, page + 1, page + 2, 2 * page + 2)]
-    pool = cache.allocate(model.decoder.shape, len(prompts), 128, page_size=page)
-    state = loop.start(
-        model.decoder,
-        model.params,
-        chain(),
-        pool,
-        prompts,
-        key=jax.random.key(0),
-        max_tokens=6,
-        sample=parameters(len(prompts), temperature=0.0),
-    )
-    _, trace = loop.generate(model.decoder, model.params, chain(), state, 6, capacity=6)
-    expected = trace.token.T.tolist()
+    expected = continued_in_the_loop(model, prompts, 6, page)
     for _ in range(2):  # the second time with cached prefixes
         requests = [engine_request(f"{len(p)}", p, max_tokens=6, temperature=0.0) for p in prompts]
         assert [tokens for tokens, _ in run(exact, *requests)] == expected
@@ -31,35 +28,30 @@ def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F
 
 def test_runs_are_penalised_as_in_the_loop(model, exact):  # noqa: F811
     """DRY knows the end of the prompt, in a row that a sequence without it has had before, too."""
-    page, penalties = (
-        exact.sizes.page_size,
-        dict(dry_multiplier=[2.0, 0.5, 0.0], dry_allowed_length=[1, 2, 2]),
-    )
+    page = exact.sizes.page_size
     prompts = [(7, 8, 9) * n for n in (1, page // 2, page)]
-    pool = cache.allocate(model.decoder.shape, 3, 128, page_size=page)
-    sample = parameters(3, temperature=0.0, **penalties)
-    state = loop.start(
-        model.decoder,
-        model.params,
-        chain(),
-        pool,
-        prompts,
-        key=jax.random.key(0),
-        max_tokens=24,
-        sample=sample,
+    multipliers, lengths = [2.0, 0.5, 0.0], [1, 2, 2]
+    expected = continued_in_the_loop(
+        model, prompts, 24, page, dry_multiplier=multipliers, dry_allowed_length=lengths
     )
-    _, trace = loop.generate(model.decoder, model.params, chain(), state, 24, capacity=24)
-    expected = trace.token.T.tolist()
-    plain = [engine_request(f"plain {n}", p, max_tokens=24, temperature=0.0) for n, p in enumerate(prompts)]
-    changed = [tokens for tokens, _ in run(exact, *plain)]
-    assert changed[:2] != expected[:2] and changed[2] == expected[2]
-    requests = [
-        engine_request(
-            f"{n}", p, max_tokens=24, temperature=0.0, **{name: x[n] for name, x in penalties.items()}
-        )
-        for n, p in enumerate(prompts)
-    ]
-    assert [tokens for tokens, _ in run(exact, *requests)] == expected
+
+    def tokens_of(name, dry_multipliers):
+        requests = [
+            engine_request(
+                f"{name} {number}",
+                text,
+                max_tokens=24,
+                temperature=0.0,
+                dry_multiplier=dry_multipliers[number],
+                dry_allowed_length=lengths[number],
+            )
+            for number, text in enumerate(prompts)
+        ]
+        return [tokens for tokens, _ in run(exact, *requests)]
+
+    plain = tokens_of("plain", [0.0] * 3)
+    assert plain[:2] != expected[:2] and plain[2] == expected[2]
+    assert tokens_of("penalised", multipliers) == expected
 
 
 def test_a_prompt_of_one_token_is_scored(exact):  # noqa: F811
