@@ -197,13 +197,14 @@ PAINT = {
         },
     },
 }
-SING = {"type": "function", "function": {"name": "sing", "parameters": {"type": "object", "properties": {}}}}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+SING = {"type": "function", "function": {"name": "sing", "parameters": NOTHING}}
 
 
 def valid(name: str, arguments: str) -> bool:
     stated = json.loads(arguments)
     if name == "sing":
-        return isinstance(stated, dict)
+        return stated == {}
     return set(stated) == {"colour", "twice"} and stated["colour"] in ("red", "blue")
 
 

@@ -205,6 +205,25 @@ def test_tokens_are_counted(live):
     assert counted == {"input_tokens": len(live.engine.engine_requests[-1].request.prompt)}
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"logit_bias": {"4096": 1.0}}, "logit_bias must"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias must be a mapping"),
+        (
+            {"stop_sequences": ["a"] * 99},
+            "stop_sequences must be a string of 1 to 1024 characters or a list of up to 64",
+        ),
+    ],
+)
+def test_a_count_refuses_what_a_message_refuses(live, fields, said):
+    body = {"messages": CONVERSATION[:1], "max_tokens": 1, **fields}
+    answers = [httpx2.post(f"{live.url}{path}", json=body) for path in (PATH, f"{PATH}/count_tokens")]
+    messages = [answer.json()["error"]["message"] for answer in answers]
+    assert [answer.status_code for answer in answers] == [400, 400]
+    assert all(message.startswith(said) for message in messages), messages
+
+
 IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
 
 

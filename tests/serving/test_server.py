@@ -225,6 +225,9 @@ def test_the_document_is_truthful(live):
     longest = tree["components"]["schemas"]["TokenizeBody"]["properties"]["prompt"]["maxLength"]
     assert longest == live.frontend.settings.limits.tokenize
     assert "securitySchemes" not in tree["components"]
+    for name in ("CompletionBody", "ChatBody", "MessagesBody", "CountTokensBody", "ResponsesBody"):
+        bias = tree["components"]["schemas"][name]["properties"]["logit_bias"]["anyOf"][0]
+        assert bias["additionalProperties"] is False and len(bias["patternProperties"]) == 1, name
 
 
 @pytest.fixture

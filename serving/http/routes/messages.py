@@ -65,7 +65,8 @@ def router(frontend: Frontend) -> APIRouter:
 
 
 def _count(frontend: Frontend, body: ChatBody) -> int:
-    """The tokens of the prompt of a conversation."""
+    """The tokens of the prompt of a conversation. RequestError for a field that `/v1/messages` refuses."""
+    preparation.sampling_fields(frontend, body)
     text, most = conversation.prompt_of(frontend, body), frontend.settings.limits.tokenize
     if len(text) > most:
         raise RequestError(f"messages must have at most {most} characters; got {len(text)}", "messages")

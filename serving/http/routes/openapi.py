@@ -36,18 +36,17 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
     law = dict(frontend.settings.control.gains).get("law", "normalised")
     schemas["Entropic"]["properties"]["law"]["anyOf"][0]["enum"] = [law]
     last = frontend.model.vocabulary - 1
-    translated = ("MessagesBody", "ResponsesBody")
-    for name in ("CompletionBody", "DetokenizeBody", "ChatBody", "EmbeddingsBody", *translated):
+    bodies = [schema["properties"] for name, schema in schemas.items() if name.endswith("Body")]
+    for properties in bodies:
         for field in ("prompt", "input", "tokens", "stop_token_ids", "allowed_token_ids"):
-            if field in schemas[name]["properties"]:
-                _tokens(schemas[name]["properties"][field], last)
+            if field in properties:
+                _tokens(properties[field], last)
     size = frontend.engine.embedding_limits.dimensions
     schemas["EmbeddingsBody"]["properties"]["dimensions"]["anyOf"][0]["maximum"] = size
     longest = frontend.settings.limits.tokenize
     schemas["TokenizeBody"]["properties"]["prompt"]["maxLength"] = longest
     schemas["DetokenizeBody"]["properties"]["tokens"]["maxItems"] = longest
-    for name in ("CompletionBody", "ChatBody", *translated):
-        properties = schemas[name]["properties"]
+    for properties in bodies:
         for field in {"n", "best_of"} & properties.keys():
             number = properties[field]["anyOf"][0]
             number["maximum"] = min(number["maximum"], frontend.settings.limits.sequences)
@@ -55,7 +54,7 @@ def _limit(schemas: dict[str, Any], frontend: Frontend) -> None:
             for part in properties[field]["anyOf"]:
                 if part.get("type") == "array":
                     part["maxItems"] = frontend.settings.limits.stops
-        for part in properties["logit_bias"]["anyOf"]:
+        for part in properties.get("logit_bias", {}).get("anyOf", ()):
             if part.get("type") == "object":
                 (bias,) = part["patternProperties"].values()
                 part["patternProperties"] = {up_to(last): bias}

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from starlette.requests import Request as HttpRequest
 
@@ -24,6 +25,21 @@ def identifier(prefix: str, request_id: str | None) -> str:
     return f"{prefix}-{request_id or log.request_id.get() or uuid.uuid4().hex}"
 
 
+def sampling_fields(frontend: Frontend, body: SamplingBody) -> dict[str, Any]:
+    """The sampling parameters of a body. RequestError for stop strings or tokens that the server refuses.
+
+    Args:
+        frontend: whose model and limits hold.
+        body: holds the parameters.
+    """
+    most = frontend.settings.limits.stops
+    if isinstance(body.stop, list) and len(body.stop) > most:
+        raise RequestError(f"stop must have at most {most} strings; got {len(body.stop)}", "stop")
+    fields = body.sampling(dict(frontend.model.defaults))
+    check_parameters(fields, frontend.model.vocabulary)
+    return fields
+
+
 def requests_of(
     frontend: Frontend, body: SamplingBody, prompt: Sequence[int], count: int, most: int
 ) -> list[Request]:
@@ -36,22 +52,19 @@ def requests_of(
         count: number of requests.
         most: tokens to generate at most; the context may leave room for fewer.
     """
-    limits, context = frontend.settings.limits, frontend.model.context
-    if isinstance(body.stop, list) and len(body.stop) > limits.stops:
-        raise RequestError(f"stop must have at most {limits.stops} strings; got {len(body.stop)}", "stop")
+    context = frontend.model.context
     if not 0 < len(prompt) < context:
         raise RequestError(
             f"prompt must have between 1 and {context - 1} tokens, one less than the model's maximum context "
             f"length of {context} tokens; got {len(prompt)}",
             "prompt",
         )
-    fields = body.sampling(dict(frontend.model.defaults))
+    fields = sampling_fields(frontend, body)
     min_tokens = fields.get("min_tokens", 0)
     with refusals():
         check_min_tokens(min_tokens, most)
     max_tokens = max(1, min(most, context - len(prompt)))
     fields["min_tokens"] = min(min_tokens, max_tokens)
-    check_parameters(fields, frontend.model.vocabulary)
     first = body.first_seed()
     return [
         Request(prompt=prompt, max_tokens=max_tokens, seed=(first + k) % 2**31, **fields)
