@@ -8,7 +8,7 @@ one launch, and `replay` runs the same step over given tokens.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,15 @@ from .phases.emission import emit
 from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
 from .phases.start_check import CheckedProgram, check_generated, check_replayed
-from .speculation import ControlledModel, Speculator, check_speculation, draft, verify_and_emit
+from .speculation import (
+    ControlledModel,
+    Speculator,
+    check_speculation,
+    draft,
+    num_resting,
+    rested,
+    verify_and_emit,
+)
 from .state import RUNNING, SchedulingSignal, State, Trace
 from .state.constraints import Constraints
 from .state.decoder import Decoder
@@ -168,14 +176,39 @@ def generate(
         check_speculation(controller, state)
 
     def program(params, state, controller, speculator, steps):
-        def advance(state: State, number: jax.Array) -> tuple[State, Trace]:
-            if speculator is None:
-                return step(decoder, params, controller, state, width=width)
-            return speculative_step(decoder, params, controller, speculator, state, width)
+        def plain(state: State, number: jax.Array) -> tuple[State, Trace]:
+            return step(decoder, params, controller, state, width=width)
 
-        return run(advance, state, steps, capacity)[::2]  # without the number of steps
+        if speculator is None:
+            return run(plain, state, steps, capacity)[::2]  # without the number of steps
+        drafting = partial(speculative_step, decoder, params, controller, speculator, width=width)
+        return run(lambda state, _: drafting(state), state, steps, capacity, resting(plain))[::2]
 
     return sharding.launch(decoder, program, params, state, controller, speculator, steps)
+
+
+class Resting(NamedTuple):
+    """Plain steps, which emit one token a row, between steps that may emit several."""
+
+    number: Callable[[State], jax.Array]  # int32 [], how many of them come next
+    advance: Callable[[State, jax.Array], tuple[State, Trace]]  # one of them, with a trace `[rows]`
+
+
+def resting(
+    advance: Callable[[State, jax.Array], tuple[State, Trace]], constraints: Constraints | None = None
+) -> Resting:
+    """The plain steps that rows take while drafting does not pay.
+
+    Args:
+        advance: one plain step, as for `run`.
+        constraints: the constraints of the rows.
+    """
+
+    def plain(state: State, number: jax.Array) -> tuple[State, Trace]:
+        state, trace = advance(state, number)
+        return rested(state), trace
+
+    return Resting(partial(num_resting, constraints=constraints), plain)
 
 
 def run(
@@ -183,6 +216,7 @@ def run(
     state: State,
     steps: jax.Array | int,
     capacity: int,
+    resting: Resting | None = None,
 ) -> tuple[State, jax.Array, Trace]:
     """Runs `advance(state, number of the step)` up to `steps` times, fewer if every row ends.
 
@@ -191,6 +225,7 @@ def run(
         state: the loop's state.
         steps: traced, at most `capacity`.
         capacity: steps of the trace.
+        resting: plain steps, which are run in place of some of these; they must then emit several tokens.
 
     Returns:
         The state, the number of steps run (int32 `[]`), and the trace `[capacity, rows]` or
@@ -208,18 +243,51 @@ def run(
         state, row = advance(state, done)
         return done + 1, state, jax.tree.map(lambda rows, x: rows.at[done].set(x), trace, row)
 
+    if resting is not None:
+        body = _after_rest(resting, running, body)
     done, state, trace = jax.lax.while_loop(running, body, (jnp.int32(0), state, trace))
     if trace.emitted.ndim == 3:
         trace = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trace)
     return state, done, tokens_first(trace)
 
 
+def _after_rest(resting: Resting, running: Callable[[Any], jax.Array], body: Callable[[Any], Any]) -> Any:
+    """The body of a loop that takes the plain steps which come next, and then what is left to do of `body`.
+
+    Args:
+        resting: the plain steps.
+        running: whether a step is left to run, of what the loop carries.
+        body: body of the loop without plain steps.
+    """
+
+    def plain(carry: Any) -> Any:
+        done, state, trace = carry
+        state, row = resting.advance(state, done)
+        return done + 1, state, jax.tree.map(lambda rows, x: rows.at[done, 0].set(x), trace, row)
+
+    def after_rest(carry: Any) -> Any:
+        until = carry[0] + resting.number(carry[1])
+        carry = jax.lax.while_loop(lambda c: running(c) & (c[0] < until), plain, carry)
+        # A loop of no or one turn, because XLA copies the page pool into a conditional.
+        return jax.lax.while_loop(lambda c: running(c) & (c[0] == until), body, carry)
+
+    return after_rest
+
+
 def tokens_first(trace: Trace) -> Trace:
     """The trace with every row's tokens moved to its beginning: rows advance unevenly."""
     capacity, rows = trace.emitted.shape
-    step_index = jnp.where(trace.emitted, jnp.cumsum(trace.emitted, 0) - 1, capacity)
-    row = jnp.broadcast_to(jnp.arange(rows), step_index.shape)
-    return jax.tree.map(lambda x: jnp.zeros_like(x).at[step_index, row].set(x, mode="drop"), trace)
+    number, row = jnp.arange(capacity, dtype=jnp.int32)[:, None], jnp.arange(rows)
+    place = jnp.where(trace.emitted, jnp.cumsum(trace.emitted, 0) - 1, capacity)
+    # One scatter of indices and a gather per field: on a CPU, XLA scatters element by element.
+    source = jnp.zeros((capacity, rows), jnp.int32).at[place, row].set(number, mode="drop")
+    there = number < trace.num_tokens
+
+    def take(x: jax.Array) -> jax.Array:
+        shown = there.reshape(*there.shape, *[1] * (x.ndim - 2))
+        return jnp.where(shown, x[source, row], jnp.zeros((), x.dtype))
+
+    return jax.tree.map(take, trace)
 
 
 @partial(CheckedProgram, check=check_replayed)

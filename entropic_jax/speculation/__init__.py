@@ -21,7 +21,15 @@ from .pass_costs import PassCosts
 from .pass_timing import measure_pass_costs
 from .pruned import PrunedDrafter, pruned_drafter
 from .registry import drafts_tokens, make_speculator
-from .speculator import Speculator, check_speculation, draft, speculator, verify_and_emit
+from .speculator import (
+    Speculator,
+    check_speculation,
+    draft,
+    num_resting,
+    rested,
+    speculator,
+    verify_and_emit,
+)
 from .suffix import SuffixDrafter, suffix_drafter
 from .verification import PassPlan
 
@@ -49,7 +57,9 @@ __all__ = [
     "make_speculator",
     "measure_pass_costs",
     "model_drafter",
+    "num_resting",
     "pruned_drafter",
+    "rested",
     "speculator",
     "suffix_drafter",
     "verify_and_emit",

@@ -106,7 +106,7 @@ class AutoregressiveDrafter:
         """`draft` with the numbers of the model."""
         drafting, kept_layers = self.drafting(model)
         state, k = batch.state, self.most_tokens
-        rows, shift = state.token.shape[0], state.speculation[:, 0]
+        rows, shift = state.token.shape[0], state.speculation.shift[:, 0]
         max_drafts = jnp.minimum(max_drafts, k)
         going = batch.active & (max_drafts > 0) & (state.length >= self.shortest_context)
         stopping = self.stopping(going, state.length, shift)
@@ -176,7 +176,7 @@ class AutoregressiveDrafter:
             return jnp.float32(jnp.inf)
         state = batch.state
         drafts = batch.active & (state.length >= self.shortest_context)
-        rates, *_ = self.calibrated(model)._rates(drafts, state.length, state.speculation[:, 0])
+        rates, *_ = self.calibrated(model)._rates(drafts, state.length, state.speculation.shift[:, 0])
         return jnp.max(rates)
 
     def stopping(self, going: jax.Array, length: jax.Array, shift: jax.Array) -> Stopping:

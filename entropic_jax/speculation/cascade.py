@@ -31,18 +31,18 @@ class Cascade:
 
     def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
         """See `Drafter`."""
-        rows, k, shift = batch.active.shape[0], self.most_tokens, batch.state.speculation
+        rows, k, record = batch.active.shape[0], self.most_tokens, batch.state.speculation
         none = jnp.zeros(rows, jnp.int32)
         best = Draft(jnp.zeros((rows, k), jnp.int32), none, jnp.zeros((rows, k)), none)
         expected = self._expected_rates(model, batch)
         for number, drafter in enumerate(self.drafters):
-            asking = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
-            kept = self._promising(best, expected[number], asking, shift)
+            asking = batch._replace(state=batch.state._replace(speculation=record.of(number)))
+            kept = self._promising(best, expected[number], asking, record.shift)
             later = [rate for rate in expected[number + 1 :] if rate is not None]
             if (rate := expected[number]) is not None and later:
                 kept |= rate < jnp.stack(later).max()
             after, draft = drafter.draft(model, asking._replace(active=batch.active & ~kept), max_drafts)
-            batch = after._replace(active=batch.active, state=after.state._replace(speculation=shift))
+            batch = after._replace(active=batch.active, state=after.state._replace(speculation=record))
             draft = draft._replace(source=jnp.full(rows, number, jnp.int32))
             best = _replace_rows(best, draft, ~kept & (draft.num_tokens > 0))
         return batch, best
@@ -54,10 +54,10 @@ class Cascade:
             model: whose tokens are drafted.
             batch: the rows.
         """
-        result, shift = [], batch.state.speculation
+        result, state = [], batch.state
         for number, drafter in enumerate(self.drafters):
             rate = getattr(drafter, "expected_rate", None)
-            of_drafter = batch._replace(state=batch.state._replace(speculation=shift[:, number : number + 1]))
+            of_drafter = batch._replace(state=state._replace(speculation=state.speculation.of(number)))
             result.append(None if self.law is None or rate is None else rate(model, of_drafter))
         return result
 

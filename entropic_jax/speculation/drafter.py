@@ -17,6 +17,18 @@ class Draft(NamedTuple):
     source: jax.Array | int = 0  # int32 [rows], the drafter of a cascade that proposes them
 
 
+class DraftRecord(NamedTuple):
+    """What is remembered of each row's drafts (`State.speculation`)."""
+
+    shift: jax.Array  # float32 [rows, drafters], correction of the log-odds of each drafter's probabilities
+    idle: jax.Array  # int32 [rows], passes in a row without a drafted token
+    rest: jax.Array  # int32 [rows], plain steps until drafters are asked again
+
+    def of(self, number: int) -> "DraftRecord":
+        """The record of one drafter, counted from 0."""
+        return self._replace(shift=self.shift[:, number : number + 1])
+
+
 class ControlledModel(NamedTuple):
     """The model and the control law whose next tokens are to be drafted."""
 
@@ -40,8 +52,8 @@ class Drafter(Protocol):
 
         Args:
             model: whose tokens they are to be.
-            batch: the rows, with their text (`State.text`) and the corrections of the drafter's probabilities
-                (`State.speculation`, float32 `[rows, 1]`).
+            batch: the rows, with their text (`State.text`) and the record of their drafts
+                (`State.speculation`), which is that of this drafter alone.
             max_drafts: int32 `[rows]`, tokens of a row that can be verified at most.
 
         Returns:

@@ -12,15 +12,16 @@ import jax.numpy as jnp
 
 from ..phases.batch import Batch
 from ..phases.prefill import start
-from ..state import RUNNING, Action, Signal, State
+from ..state import RUNNING, Action, Signal, State, Trace
 from ..state.cache import allocate
 from ..state.decoder import Decoder
 from ..state.pytree import STATIC, pytree
 from .draft_length import draft_length
 from .drafter import ControlledModel, Draft
 from .speculator import Speculator, draft, verify_and_emit
+from .verification import changed_fields
 
-PASSES = 16  # of a launch, as of an engine: what the launch costs is part of it
+PASSES = 32  # of a launch, as of an engine: what the launch costs is part of it
 TOKEN = 1  # that prompts consist of
 
 
@@ -78,28 +79,28 @@ def emitting_passes(
     program = jax.jit(partial(_launch, decoder, speculator))
 
     def run() -> int:
-        program(params, state).block_until_ready()
+        jax.block_until_ready(program(params, state))
         return PASSES
 
     return run
 
 
-def _launch(decoder: Decoder, speculator: Speculator, params: Any, state: State) -> jax.Array:
-    """The lengths of the rows after a launch, int32 `[rows]`.
+def _launch(decoder: Decoder, speculator: Speculator, params: Any, state: State) -> tuple[Any, Trace]:
+    """What passes change besides the cache, and their traces: what is not returned would not be computed.
 
     Args:
         decoder: the model's pure functions.
         speculator: drafts nothing.
         params: the model's parameters.
-        state: before it.
+        state: before the passes.
     """
     model = ControlledModel(decoder, params, _NoControl())
 
-    def body(_: Any, current: State) -> State:
+    def body(current: State, _: None) -> tuple[State, Trace]:
         batch = Batch(current, current.status == RUNNING)
         room = current.cache.granted * current.cache.page_size
         drafted, plan = draft(speculator, model, batch, room, None)
-        after, _ = verify_and_emit(speculator, model, drafted, plan, None)
-        return after
+        return verify_and_emit(speculator, model, drafted, plan, None)
 
-    return jax.lax.fori_loop(0, PASSES, body, state).length
+    after, trace = jax.lax.scan(body, state, None, PASSES)
+    return changed_fields(after), trace

@@ -6,15 +6,16 @@ import jax
 import jax.numpy as jnp
 
 from ..phases.batch import Batch
-from ..state import State, Trace
+from ..state import RUNNING, State, Trace
 from ..state.constraints import ANYTHING, Constraints
 from ..state.pytree import pytree
 from .draft_length import DraftLength, draft_length
-from .drafter import ControlledModel, Draft, Drafter
+from .drafter import ControlledModel, Draft, Drafter, DraftRecord
 from .head import reads_features
 from .suffix import suffix_drafter
 from .verification import PassPlan, VerifiedLogits, emit_accepted, pass_cost, verify
 
+MOST = 2**30  # steps of a rest, if no row runs
 EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
 
@@ -24,11 +25,38 @@ class Speculator:
 
     drafter: Any  # a `Drafter`
     law: DraftLength
+    longest_rest: jax.Array | int = 16  # plain steps in a row, while drafting does not pay
 
-    def init(self, rows: int) -> jax.Array:
-        """The correction of each drafter's probabilities (`State.speculation`); `[rows, drafters]`."""
+    def init(self, rows: int) -> DraftRecord:
+        """The record of drafts before the first one (`State.speculation`)."""
         drafters = getattr(self.drafter, "drafters", (self.drafter,))
-        return jnp.stack([self.law.init(rows)] * len(drafters), 1)
+        shift = jnp.stack([self.law.init(rows)] * len(drafters), 1)
+        return DraftRecord(shift, jnp.zeros(rows, jnp.int32), jnp.zeros(rows, jnp.int32))
+
+    def learn(
+        self, record: DraftRecord, active: jax.Array, plan: PassPlan, num_accepted: jax.Array
+    ) -> DraftRecord:
+        """The record of the rows' drafts after a pass.
+
+        Asking drafters that have nothing to offer takes time. So a row rests: after two passes in a row
+        without a drafted token for 2 plain steps, and for twice as many after each further one.
+
+        Args:
+            record: before the pass.
+            active: bool `[rows]`, the rows of the pass.
+            plan: plan of the pass.
+            num_accepted: int32 `[rows]`, drafted tokens that were accepted.
+        """
+        source = _drafter_of_row(plan.draft)
+        before, none = record.shift[source], jnp.int32(0)
+        shift = self.law.learn(plan.draft, before, plan.num_drafted, num_accepted)
+        idle = jnp.where(plan.num_drafted > 0, none, record.idle + 1)
+        rest = jnp.where(idle < 2, none, jnp.minimum(1 << jnp.minimum(idle - 1, 20), self.longest_rest))
+        return DraftRecord(
+            record.shift.at[source].set(jnp.where(active, shift, before)),
+            jnp.where(active, idle, record.idle),
+            jnp.where(active, rest, record.rest),
+        )
 
     def features(self, rows: int, size: int) -> jax.Array | None:
         """Room for the hidden states that a draft head reads (`State.features`); None without one.
@@ -49,6 +77,28 @@ def speculator(rows: int, drafter: Drafter | None = None, law: DraftLength | Non
         law: by default one whose costs grow by a tenth of a pass with every token.
     """
     return Speculator(drafter or suffix_drafter(), law or draft_length(rows))
+
+
+def num_resting(state: State, constraints: Constraints | None = None) -> jax.Array:
+    """How many plain steps to take before tokens are drafted again, int32 `[]`.
+
+    A batch rests as long as that of its rows which rests least.
+
+    Args:
+        state: the state of the loop.
+        constraints: the constraints of the rows. A row whose next tokens the host expects does not rest.
+    """
+    running = (state.status == RUNNING) & (state.action.quota > 0)
+    resting = running & (state.speculation.rest > 0)
+    if constraints is not None:
+        resting &= ~(constraints.masked & (constraints.expected >= 0).any(1))
+    return jnp.where((resting == running).all(), jnp.where(running, state.speculation.rest, MOST).min(), 0)
+
+
+def rested(state: State) -> State:
+    """The state after a plain step in which its rows rested."""
+    record = state.speculation
+    return state._replace(speculation=record._replace(rest=jnp.maximum(record.rest - 1, 0)))
 
 
 def check_speculation(controller: Any, state: State) -> None:
@@ -103,7 +153,7 @@ def draft(
     if constraints is not None:
         drafted = draft_expected(drafted, constraints, state.length + state.evicted + 1)
     drafted = drafted._replace(num_tokens=jnp.minimum(drafted.num_tokens, max_drafts))
-    shift = state.speculation[_drafter_of_row(drafted)]
+    shift = state.speculation.shift[_drafter_of_row(drafted)]
     return batch, PassPlan(drafted, *speculator.law.choose(drafted, batch.active, shift, state.length))
 
 
@@ -157,11 +207,8 @@ def verify_and_emit(
     after, trace = emit_accepted(model, batch, plan, logits, cost, constraints)
     after = after._replace(features=logits.last_hidden(trace.emitted, batch.state.features))
     accepted = (trace.emitted & trace.from_draft).sum(0, dtype=jnp.int32)
-    row_drafter = _drafter_of_row(plan.draft)
-    before = batch.state.speculation[row_drafter]
-    shift = speculator.law.learn(plan.draft, before, plan.num_drafted, accepted)
-    shifts = batch.state.speculation.at[row_drafter].set(jnp.where(batch.active, shift, before))
-    return after._replace(speculation=shifts), trace
+    record = speculator.learn(batch.state.speculation, batch.active, plan, accepted)
+    return after._replace(speculation=record), trace
 
 
 def run_pass(

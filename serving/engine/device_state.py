@@ -303,21 +303,27 @@ def decode(
     waits = jnp.repeat(held, group) & (state.status == RUNNING)
     state = state._replace(status=jnp.where(waits, PAUSED, state.status))
 
+    controller = device_state.controller.for_launch(samples)
+
     def step(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
-        controller = device_state.controller.for_launch(samples)
         step_constraints = constraints._replace(forced=forced[index])
-        if speculator is None:
-            return loop.step(decoder, params, controller, state, width=width, constraints=step_constraints)
+        return loop.step(decoder, params, controller, state, width=width, constraints=step_constraints)
+
+    def drafting(state: State, index: jax.Array, width: int | None = width) -> tuple[State, Trace]:
+        assert speculator is not None, "only launches with one draft"
+        step_constraints = constraints._replace(forced=forced[index])
         return loop.speculative_step(decoder, params, controller, speculator, state, width, step_constraints)
 
+    advance = step if speculator is None else drafting
     if samples and plan is not None and branch_state is not None:
         # Its launches have one step if any row is masked, so a row that pauses need not wait.
-        resuming = lambda *arguments: _resume(*step(*arguments))
+        resuming = lambda *arguments: _resume(*advance(*arguments))
         branch_state, state, num_steps, trace = branching.launch(
             resuming, branch_state, state, steps, plan, width, exact
         )
     else:
-        state, num_steps, trace = loop.run(step, state, steps, capacity)
+        resting = None if speculator is None else loop.resting(step, constraints)
+        state, num_steps, trace = loop.run(advance, state, steps, capacity, resting)
         state, trace = _resume(state, trace)
         trace = jax.tree.map(lambda x: x[:, ::group], trace)
     if speculator is not None:  # pages granted for drafts that were not accepted go back to the pool

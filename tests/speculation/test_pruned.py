@@ -10,6 +10,7 @@ import pytest
 from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
 from entropic_jax.speculation.draft_length import correct
+from entropic_jax.speculation.drafter import DraftRecord
 from entropic_jax.state import State
 from entropic_jax.state.pytree import STATIC, pytree
 
@@ -115,6 +116,11 @@ def test_a_step_of_many_rows_costs_as_much_more_as_a_pass():
         costs._replace(draft_step=None).draft_step_costs(1)
 
 
+def record(shift: jax.Array) -> DraftRecord:
+    none = jnp.zeros(shift.shape[0], jnp.int32)
+    return DraftRecord(shift, none, none)
+
+
 @pytree
 class Says:
     """Drafts a token of a stated chance of acceptance, and counts who asks."""
@@ -137,19 +143,19 @@ def test_a_row_asks_the_next_drafter_where_its_draft_promises_less():
     passes = law((1.0, 1.2, 1.8, 3.5), (0.0,) * 4)
     first, second = Says(jnp.array([0.9, 0.4, 0.9])), Says(jnp.full(3, 0.8), 3 * 1.5 / 1.2)
     state = State(**dict.fromkeys(State._fields))._replace(
-        length=jnp.zeros(3, jnp.int32), speculation=jnp.array([[0.0, 0.0], [0.0, 0.0], [-9.0, 0.0]])
+        length=jnp.zeros(3, jnp.int32), speculation=record(jnp.array([[0.0, 0.0], [0.0, 0.0], [-9.0, 0.0]]))
     )
     batch, draft = Cascade((first, second), passes).draft(None, Batch(state, jnp.ones(3, bool)), jnp.ones(3))
     # The third row's own record says that drafts of the first drafter fail.
     assert draft.source.tolist() == [0, 1, 1]
     assert draft.acceptance[:, 0].tolist() == pytest.approx([0.9, 0.8, 0.8])
-    assert batch.state.speculation.shape == (3, 2) and batch.active.all()
+    assert batch.state.speculation.shift.shape == (3, 2) and batch.active.all()
 
 
 def test_a_drafter_of_which_less_is_expected_than_of_a_later_one_is_passed_over():
     passes, active = law((1.0, 1.2, 1.8, 3.5), (0.0,) * 4), jnp.ones(2, bool)
     state = State(**dict.fromkeys(State._fields))._replace(
-        length=jnp.zeros(2, jnp.int32), speculation=jnp.zeros((2, 3))
+        length=jnp.zeros(2, jnp.int32), speculation=record(jnp.zeros((2, 3)))
     )
     suffix, sure = Says(jnp.array([0.9, 0.4])), Says(jnp.full(2, 0.99), 2.4)
     for rate, source in ((2.8, [0, 2]), (1.5, [0, 1])):

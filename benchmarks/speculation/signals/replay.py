@@ -14,6 +14,7 @@ import numpy as np
 from entropic_jax.phases.batch import Batch
 from entropic_jax.speculation import ControlledModel, Draft, PassPlan, Speculator, draft
 from entropic_jax.speculation.autoregressive import AutoregressiveDrafter, DraftedToken
+from entropic_jax.speculation.drafter import DraftRecord
 from entropic_jax.state import RUNNING, Ledger, State
 from entropic_jax.state.cache import Cache
 from entropic_jax.state.pytree import pytree
@@ -74,17 +75,17 @@ def _pass(
     speculator: Speculator,
     length: jax.Array,
     room: jax.Array,
-    shift: jax.Array,
+    record: DraftRecord,
     accepted: jax.Array,
     most_tokens: int,
-) -> tuple[PassPlan, jax.Array]:
-    """The plan of a pass, and the correction of the drafter's probabilities after it.
+) -> tuple[PassPlan, DraftRecord]:
+    """The plan of a pass, and the record of drafts after it.
 
     Args:
         speculator: the law, with recorded drafts.
         length: int32 `[]`, cached positions.
         room: int32 `[]`, tokens that may be drafted.
-        shift: float32 `[]`, the correction before the pass.
+        record: before the pass.
         accepted: int32 `[]`, tokens that the draft begins with and the text has.
         most_tokens: k.
     """
@@ -98,12 +99,12 @@ def _pass(
         status=jnp.full(1, RUNNING),
         cache=Cache((), *(absent,) * (len(Cache._fields) - 1)),
         ledger=Ledger(*(zero,) * len(Ledger._fields)),
-        speculation=shift[None, None],
+        speculation=record,
     )
     model = ControlledModel(absent, absent, absent)
     _, plan = draft(speculator, model, Batch(state, jnp.ones(1, bool)), state.limit, None)
     hits = jnp.minimum(accepted[None], plan.num_drafted)
-    return plan, speculator.law.learn(plan.draft, shift[None], plan.num_drafted, hits)[0]
+    return plan, speculator.learn(record, jnp.ones(1, bool), plan, hits)
 
 
 class Replay:
@@ -127,19 +128,25 @@ class Replay:
     ) -> None:
         self.seconds, self.verified, self.drafted = 0.0, [], 0
         widths = np.asarray(speculator.law.widths)
-        position, shift = 0, jnp.float32(0)
+        position, record = 0, speculator.init(1)
         while position < len(text.accepted):
+            if (rest := int(record.rest[0])) > 0:
+                rested = range(position, min(position + rest, len(text.accepted)))
+                self.seconds += float(text.verify_seconds[rested, 0].sum())
+                self.verified += [0] * len(rested)
+                position, record = rested.stop, record._replace(rest=jnp.zeros(1, jnp.int32))
+                continue
             if entropy is not None:
                 recorded = dataclasses.replace(speculator.drafter, entropy=jnp.float32(entropy[position]))
             else:
                 assert acceptance is not None, "one of both is recorded"
                 offered = jnp.int32(text.offered[position])
                 recorded = RecordedDraft(jnp.float32(acceptance[position]), offered)
-            plan, shift = _pass(
-                Speculator(recorded, speculator.law),
+            plan, record = _pass(
+                dataclasses.replace(speculator, drafter=recorded),
                 jnp.int32(length[position]),
                 jnp.int32(text.room[position]),
-                shift,
+                record,
                 jnp.int32(text.accepted[position]),
                 recorded.most_tokens,
             )

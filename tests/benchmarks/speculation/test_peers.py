@@ -48,11 +48,11 @@ def test_ours_with_drafts_has_the_tokens_of_plain_decoding(work):
         engine.costs = PassCosts(
             (1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.04, 1.08), (1, 2, 4, 8, 16), (0.0,) * 5
         )
-        engine.open(1, 32 + 40)
+        engine.open(1, 32 + 120)
         first = engine.prefill(copying_prompt())
-        rest = engine.decode(40 - first.size)
+        rest = engine.decode(120 - first.size)
         texts[name] = [*first[0], *rest[0]]
-        assert len(texts[name]) == 40
+        assert len(texts[name]) == 120
         assert (engine.passes == rest.size) == (name == "off")
     assert texts["off"] == texts["suffix"]
 
