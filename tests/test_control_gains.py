@@ -103,8 +103,9 @@ def test_an_order_that_is_wrong_is_put_down_to_what_was_stated(low, high):
     both = {low: 5.0, high: 4.0}
     alone = {low: 50.0} if values[high] else {low: 50.0, high: 49.0}  # 0 is the request's temperature
     for stated, param in ((both, low), (alone, low), ({high: 0.1}, high)):
+        gains = {"lowest_dropped_mass_limit": 0.0, **stated}
         with pytest.raises(RequestError, match=f"^{param} must be (below|above) ") as error:
-            control_options.gains(Control("full-lossy", tuple(stated.items())), None)
+            control_options.gains(Control("full-lossy", tuple(gains.items())), None)
         assert error.value.param == param
 
 
@@ -160,6 +161,16 @@ def test_without_a_lowest_limit_of_dropped_mass_the_limit_is_fixed():
         assert (law.dropped_mass_limit, law.lowest_dropped_mass_limit) == (limit, limit)
     replaced = Gains(dropped_mass_limit=0.1).replace(dropped_mass_limit=0.3)
     assert pruning_law(replaced).lowest_dropped_mass_limit == 0.3
+
+
+@pytest.mark.parametrize("name", ["low_entropy", "high_entropy"])
+def test_entropies_that_a_fixed_limit_ignores_are_refused(name):
+    control = Control("meso-lossy", ((name, 1.5),))
+    with pytest.raises(RequestError, match=f"^{name} must be set with lowest_dropped_mass_limit, ") as error:
+        control_options.gains(control, None)
+    assert error.value.param == name
+    limited = control._replace(gains=(*control.gains, ("lowest_dropped_mass_limit", 0.0)))
+    assert getattr(control_options.gains(limited, None), name) == 1.5
 
 
 def test_auto_needs_a_calibration():

@@ -108,11 +108,15 @@ ORDERED = (("lowest_temperature", "highest_temperature"), ("low_entropy", "high_
 LOWEST_LIMIT, LIMIT = "lowest_dropped_mass_limit", "dropped_mass_limit"
 """A pair that may be equal, and is where the first is None."""
 
+LIMIT_ENTROPIES = ("low_entropy", "high_entropy")
+"""The gains between which ε falls from `LIMIT` to `LOWEST_LIMIT`."""
+
 
 def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
-    """Raise ParameterError where the lower of a pair of gains is not below the higher.
+    """Raise ParameterError where the lower of a pair of gains is not below the higher, or nothing reads one.
 
-    `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`.
+    `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`. Without it, ε does not depend on
+    entropies.
 
     Args:
         values: all gains by name, as numbers.
@@ -127,6 +131,10 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         raise ParameterError(f"{low} must be below {high} = {values[high]:g}; got {values[low]:g}", low)
     if LOWEST_LIMIT in stated:
         check_limits(values)
+    for name in LIMIT_ENTROPIES:
+        if name in stated and values[LOWEST_LIMIT] is None:
+            got = f"got {stated[name]!r} without it"
+            raise ParameterError(f"{name} must be set with {LOWEST_LIMIT}, or ε is fixed; {got}", name)
 
 
 def check_limits(values: Mapping[str, Any]) -> None:

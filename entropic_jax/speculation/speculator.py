@@ -15,6 +15,7 @@ from .head import reads_features
 from .suffix import suffix_drafter
 from .verification import PassPlan, VerifiedLogits, emit_accepted, pass_cost, verify
 
+PATIENCE = 4  # passes without a drafted token, after which a row rests
 MOST = 2**30  # steps of a rest, if no row runs
 EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
@@ -38,8 +39,8 @@ class Speculator:
     ) -> DraftRecord:
         """The record of the rows' drafts after a pass.
 
-        Asking drafters that have nothing to offer takes time. So a row rests: after two passes in a row
-        without a drafted token for 2 plain steps, and for twice as many after each further one.
+        Asking drafters that have nothing to offer takes time. So a row rests: after `PATIENCE` passes in a
+        row without a drafted token for 2 plain steps, and for twice as many after each further one.
 
         Args:
             record: before the pass.
@@ -51,7 +52,8 @@ class Speculator:
         before, none = record.shift[source], jnp.int32(0)
         shift = self.law.learn(plan.draft, before, plan.num_drafted, num_accepted)
         idle = jnp.where(plan.num_drafted > 0, none, record.idle + 1)
-        rest = jnp.where(idle < 2, none, jnp.minimum(1 << jnp.minimum(idle - 1, 20), self.longest_rest))
+        grown = 2 << jnp.clip(idle - PATIENCE, 0, 20)
+        rest = jnp.where(idle < PATIENCE, none, jnp.minimum(grown, self.longest_rest))
         return DraftRecord(
             record.shift.at[source].set(jnp.where(active, shift, before)),
             jnp.where(active, idle, record.idle),

@@ -25,6 +25,7 @@ BEYOND_SCHEMA = re.compile(
     r"|[\w.]+ must be (below|above|at most) \w+ = "
     r"|min_tokens must be at most max_tokens\b"
     r"|[\w.]+ must not be set with the (law|preset) "
+    r"|[\w.]+ must be set with lowest_dropped_mass_limit, "
     r"|[\w.]+ needs the preset \w+; "
     r"|(allowed_token_ids|bad_words) must leave a token\b"
 )

@@ -62,10 +62,10 @@ def state(rest: list[int], status: list[int] | None = None) -> State:
 def test_rests_grow_while_nothing_is_drafted_and_end_with_a_draft():
     drafts, active = speculator(), jnp.asarray([True, True, False])
     record, rests = drafts.init(3), []
-    for _ in range(7):
+    for _ in range(9):
         record = drafts.learn(record, active, plan([0, 1, 0]), jnp.zeros(3, jnp.int32))
         rests.append(record.rest.tolist())
-    assert [rest[0] for rest in rests] == [0, 2, 4, 8, 16, 16, 16]
+    assert [rest[0] for rest in rests] == [0, 0, 0, 2, 4, 8, 16, 16, 16]
     assert all(rest[1:] == [0, 0] for rest in rests)
     record = drafts.learn(record, active, plan([1, 1, 0]), jnp.zeros(3, jnp.int32))
     assert record.rest.tolist() == [0, 0, 0] and record.idle.tolist() == [0, 0, 0]
@@ -87,7 +87,7 @@ def test_a_row_whose_tokens_the_host_expects_does_not_rest():
 
 @pytest.mark.parametrize("steps", [1, 3, 64])
 def test_rests_end_however_short_launches_are(steps):
-    """Drafters are asked after 0, 1, 4, 9, 18, 35 … tokens, and texts are those of plain decoding."""
+    """Drafters are asked after 0, 1, 2, 3, 6, 11, 20, 37 … tokens; texts are those of plain decoding."""
 
     def begin(drafts):
         return start(
@@ -113,6 +113,6 @@ def test_rests_end_however_short_launches_are(steps):
 
     text, ended = run(speculator())
     assert text == run(None)[0] and len(text) == 40
-    assert ended.speculation.idle.tolist() == [6]
+    assert ended.speculation.idle.tolist() == [8]
     assert run(speculator(longest_rest=0))[1].speculation.idle.tolist() == [40]
     assert run(speculator(offers=True))[1].speculation.idle.tolist() == [1]  # none is drafted past the limit
