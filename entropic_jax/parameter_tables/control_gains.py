@@ -113,10 +113,9 @@ LIMIT_ENTROPIES = ("low_entropy", "high_entropy")
 
 
 def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
-    """Raise ParameterError where the lower of a pair of gains is not below the higher, or nothing reads one.
+    """Raise ParameterError where the lower of a pair of gains is not below the higher.
 
-    `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`. Without it, ε does not depend on
-    entropies.
+    `lowest_dropped_mass_limit` may also be equal to `dropped_mass_limit`.
 
     Args:
         values: all gains by name, as numbers.
@@ -131,6 +130,15 @@ def check_order(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
         raise ParameterError(f"{low} must be below {high} = {values[high]:g}; got {values[low]:g}", low)
     if LOWEST_LIMIT in stated:
         check_limits(values)
+
+
+def check_limit_entropies(values: Mapping[str, Any], stated: Mapping[str, Any]) -> None:
+    """Raise ParameterError for a stated entropy that page selection does not read, as its limit is fixed.
+
+    Args:
+        values: all gains by name, as numbers.
+        stated: those that the caller stated.
+    """
     for name in LIMIT_ENTROPIES:
         if name in stated and values[LOWEST_LIMIT] is None:
             got = f"got {stated[name]!r} without it"

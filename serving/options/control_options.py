@@ -14,6 +14,7 @@ from entropic_jax.parameter_tables.control_gains import (
     PRESETS,
     PRUNING,
     SCALES,
+    check_limit_entropies,
     check_order,
 )
 from entropic_jax.parameter_tables.table import (
@@ -252,7 +253,10 @@ def gains(control: Control, calibration: "Calibration | None") -> "Gains":
         measured["prior"] = AR1(calibration.mean, calibration.scale, calibration.correlation)
     try:
         result = Gains(**{**measured, **numbers})
-        check_order({**result.asdict(), **numbers}, stated)
+        values = {**result.asdict(), **numbers}
+        check_order(values, stated)
+        if PRUNING in SCALES[control.preset]:
+            check_limit_entropies(values, stated)
     except ParameterError as error:
         raise RequestError(str(error), error.param) from None
     _check_used(control.preset, result.law, stated)
