@@ -45,7 +45,7 @@ class Speculator:
         Args:
             record: before the pass.
             active: bool `[rows]`, the rows of the pass.
-            plan: plan of the pass.
+            plan: what the pass has verified.
             num_accepted: int32 `[rows]`, drafted tokens that were accepted.
         """
         source = _drafter_of_row(plan.draft)
@@ -90,11 +90,10 @@ def num_resting(state: State, constraints: Constraints | None = None) -> jax.Arr
         state: the state of the loop.
         constraints: the constraints of the rows. A row whose next tokens the host expects does not rest.
     """
-    running = (state.status == RUNNING) & (state.action.quota > 0)
-    resting = running & (state.speculation.rest > 0)
+    running, rest = (state.status == RUNNING) & (state.action.quota > 0), state.speculation.rest
     if constraints is not None:
-        resting &= ~(constraints.masked & (constraints.expected >= 0).any(1))
-    return jnp.where((resting == running).all(), jnp.where(running, state.speculation.rest, MOST).min(), 0)
+        rest = jnp.where(constraints.masked & (constraints.expected >= 0).any(1), 0, rest)
+    return jnp.where(running, rest, MOST).min()
 
 
 def rested(state: State) -> State:
