@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from . import control
 from .control import Controller, take_rows
 from .mesh import sharding
-from .phases.batch import gather_active, record, scatter
+from .phases.batch import gather_active, record, record_text, scatter
 from .phases.emission import emit
 from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
@@ -33,6 +33,7 @@ from .speculation import (
 from .state import RUNNING, SchedulingSignal, State, Trace
 from .state.constraints import Constraints
 from .state.decoder import Decoder
+from .state.stacking import Stacking, StateStacking
 
 __all__ = [
     "Decoder",
@@ -121,7 +122,10 @@ def speculative_step(
     after, trace = verify_and_emit(speculator, model, drafted, plan, constraints)
     state = scatter(state, rows, batch.state, after)
     trace = jax.vmap(lambda x: rows.scatter(x, jax.tree.map(lambda y: jnp.zeros((), y.dtype), x)))(trace)
-    state = record(state, trace.token, trace.emitted)
+    if rows.index is None:  # emission has kept the history of all rows
+        state = record_text(state._replace(history=after.history), trace.token, trace.emitted)
+    else:
+        state = record(state, trace.token, trace.emitted)
     return schedule(controller, state, trace.emitted[0]), trace
 
 
@@ -232,41 +236,50 @@ def run(
         `[capacity · n, rows]`, in which the tokens of a row come first.
     """
     blank = jax.eval_shape(advance, state, jnp.int32(steps))[1]
-    trace = jax.tree.map(lambda x: jnp.zeros((capacity, *x.shape), x.dtype), blank)
+    fields, measured = StateStacking(state), Stacking(blank, blank.emitted.shape)
 
     def running(carry):
-        done, state, _ = carry
+        done, (state, changed), _ = carry
+        state = fields.unstack(state, changed)
         return (done < jnp.minimum(steps, capacity)) & (state.status == RUNNING).any()
 
     def body(carry):
-        done, state, trace = carry
-        state, row = advance(state, done)
-        return done + 1, state, jax.tree.map(lambda rows, x: rows.at[done].set(x), trace, row)
+        done, (state, changed), traces = carry
+        state, trace = advance(fields.unstack(state, changed), done)
+        return done + 1, fields.split(state), measured.put(traces, trace, done)
 
     if resting is not None:
-        body = _after_rest(resting, running, body)
-    done, state, trace = jax.lax.while_loop(running, body, (jnp.int32(0), state, trace))
-    if trace.emitted.ndim == 3:
-        trace = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), trace)
-    return state, done, tokens_first(trace)
+        body = _after_rest(resting, fields, running, body)
+    carry = jnp.int32(0), fields.split(state), measured.room(capacity)
+    done, (state, changed), traces = jax.lax.while_loop(running, body, carry)
+    if blank.emitted.ndim == 2:
+        traces = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), traces)
+    return fields.unstack(state, changed), done, tokens_first(measured.unstack(traces))
 
 
-def _after_rest(resting: Resting, running: Callable[[Any], jax.Array], body: Callable[[Any], Any]) -> Any:
+def _after_rest(
+    resting: Resting,
+    fields: StateStacking,
+    running: Callable[[Any], jax.Array],
+    body: Callable[[Any], Any],
+) -> Any:
     """The body of a loop that takes the plain steps which come next, and then what is left to do of `body`.
 
     Args:
         resting: the plain steps.
+        fields: how the loop carries its state.
         running: whether a step is left to run, of what the loop carries.
         body: body of the loop without plain steps.
     """
 
     def plain(carry: Any) -> Any:
-        done, state, trace = carry
-        state, row = resting.advance(state, done)
-        return done + 1, state, jax.tree.map(lambda rows, x: rows.at[done, 0].set(x), trace, row)
+        done, (state, changed), traces = carry
+        state, trace = resting.advance(fields.unstack(state, changed), done)
+        measured = Stacking(trace, trace.emitted.shape)
+        return done + 1, fields.split(state), measured.put(traces, trace, done, 0)
 
     def after_rest(carry: Any) -> Any:
-        until = carry[0] + resting.number(carry[1])
+        until = carry[0] + resting.number(fields.unstack(*carry[1]))
         carry = jax.lax.while_loop(lambda c: running(c) & (c[0] < until), plain, carry)
         # A loop of no or one turn, because XLA copies the page pool into a conditional.
         return jax.lax.while_loop(lambda c: running(c) & (c[0] == until), body, carry)
@@ -287,7 +300,8 @@ def tokens_first(trace: Trace) -> Trace:
         shown = there.reshape(*there.shape, *[1] * (x.ndim - 2))
         return jnp.where(shown, x[source, row], jnp.zeros((), x.dtype))
 
-    return jax.tree.map(take, trace)
+    stacking = Stacking(trace, trace.emitted.shape)
+    return stacking.unstack(jax.tree.map(take, stacking.stack(trace)))
 
 
 @partial(CheckedProgram, check=check_replayed)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.compilation import QUICK
 
-MOST_MAPPINGS = 20_000  # of memory, when a file of tests ends
+MOST_MAPPINGS = 12_000  # of memory, when a file of tests ends
 CACHE = Path(__file__).resolve().parents[1] / ".cache" / "xla"
 
 # Before JAX is imported, and for processes that tests start. Nearly all of a run is XLA compiling small

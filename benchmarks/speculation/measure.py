@@ -26,7 +26,7 @@ from entropic_jax.state.pytree import STATIC, pytree
 from ..harness.cores import pin_to_cores
 from ..harness.provenance import describe_run
 from . import batches
-from .workload import WIDTHS, arms, loops, prompts
+from .workload import WIDTHS, arms, loops, prompts, with_restless
 
 LAUNCH = 32  # steps
 SHORT_SHARE = 4  # a cell of short prompts takes this part of the time that one of the longest takes
@@ -166,17 +166,18 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         costs = pass_costs(model, max(options.contexts))
         results["law"] = costs._asdict()
 
-        def speculators():
-            return arms(costs, has_head(model))
+        def speculators(text):
+            by_name = arms(costs, has_head(model))
+            return with_restless(by_name) if text == "random" else by_name
 
         for text, context, temperature in cells:
             progress.update(task, description=f"{text}, {context} tokens, T = {temperature}")
             texts = prompts(text, tokenizer, context, num_texts(options, context))
-            compare(model, texts[0], 4, temperature, speculators(), 0)  # compile
+            compare(model, texts[0], 4, temperature, speculators(text), 0)  # compile
             for number, prompt in enumerate(texts):
                 entry = {"text": text, "context": context, "temperature": temperature, "prompt": number}
                 results["rates"].append(
-                    entry | compare(model, prompt, options.tokens, temperature, speculators(), number)
+                    entry | compare(model, prompt, options.tokens, temperature, speculators(text), number)
                 )
                 progress.advance(task)
         progress.update(task, description="batches")

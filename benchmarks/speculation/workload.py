@@ -1,5 +1,6 @@
 """Prompts of held-out text, and the arms that continue them."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from ..harness.held_out_text import module_tokens
 TEXTS = ("held-out", "copy", "random")
 WIDTHS = (1, 2, 4, 8, 16)  # tokens of a pass
 ARMS = (OFF, "suffix", "pruned", "head", "auto")  # "head" where the model has one
+RESTLESS = "auto, no rests"  # asks drafters at every pass, whether they have something to offer or not
 LOOP_WINDOW, LOOP_PAIRS = 48, 24  # a text loops if its last tokens hold fewer different pairs
 
 
@@ -65,3 +67,10 @@ def arms(costs: PassCosts, headed: bool, names: Sequence[str] = ARMS) -> dict[st
     possible = [name for name in names if headed or name != HEAD]
     drafted = {name: max(WIDTHS) - 1 if name != OFF else None for name in possible}
     return {name: make_speculator(name, 1, k, costs, headed) for name, k in drafted.items()}
+
+
+def with_restless(speculators: dict[str, Speculator | None]) -> dict[str, Speculator | None]:
+    """The arms, and "auto" without rests: it shows what rests gain where drafts are of no use."""
+    auto = speculators["auto"]
+    assert auto is not None
+    return {**speculators, RESTLESS: dataclasses.replace(auto, longest_rest=0)}

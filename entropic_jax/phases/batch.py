@@ -82,6 +82,17 @@ def record(state: State, tokens: jax.Array, emitted: jax.Array) -> State:
         emitted: bool `[n, rows]`.
     """
     state = state._replace(history=processors.record(state.history, tokens, emitted))
+    return record_text(state, tokens, emitted)
+
+
+def record_text(state: State, tokens: jax.Array, emitted: jax.Array) -> State:
+    """Enters the tokens of a step into the text only.
+
+    Args:
+        state: after the step, with the tokens in the history.
+        tokens: int32 `[n, rows]`; those that a row emits come first.
+        emitted: bool `[n, rows]`.
+    """
     if state.text is None:
         return state
     context = state.text.shape[1]

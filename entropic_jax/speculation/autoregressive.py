@@ -28,9 +28,9 @@ from ..phases.forward import Forward, decode_cost, forward, over_shards
 from ..sampling import record
 from ..state import RUNNING, State
 from ..state.pytree import STATIC, pytree
+from ..state.stacking import StateStacking
 from .draft_length import DraftLength, correct
 from .drafter import ControlledModel, Draft
-from .verification import changed_fields
 
 
 def _interpolation(widths: tuple[int, ...], most: int) -> np.ndarray:
@@ -116,7 +116,8 @@ class AutoregressiveDrafter:
 
         def body(carry: Any) -> Any:
             number, going, reach, layers, changed, drafted = carry
-            scratch = state._replace(**changed, cache=state.cache._replace(layers=layers))
+            scratch = fields.unstack(state, changed)
+            scratch = scratch._replace(cache=state.cache._replace(layers=layers))
             after, token, entropy, emitted = self.step(drafting, Batch(scratch, going), batch)
             chance = self.probability(entropy)
             drafted = drafted._replace(
@@ -128,15 +129,14 @@ class AutoregressiveDrafter:
             going = emitted & (after.status == RUNNING) & (number + 1 < max_drafts)
             going &= reach >= least[jnp.minimum(number + 1, k - 1)]
             going &= stopping.pays(jnp.minimum(number + 1, k - 1), going, state.length, reach)
-            changed = changed_fields(after)
-            return number + 1, going, reach, after.cache.layers, changed, drafted
+            return number + 1, going, reach, after.cache.layers, fields.stack(after), drafted
 
-        changed, layers = changed_fields(state), state.cache.layers
-        carry = jnp.int32(0), going, jnp.ones(rows), layers[kept_layers], changed, drafted
+        fields, layers = StateStacking(state), state.cache.layers
+        carry = jnp.int32(0), going, jnp.ones(rows), layers[kept_layers], fields.stack(state), drafted
         *_, written, changed, drafted = jax.lax.while_loop(lambda c: c[1].any(), body, carry)
         first, end, _ = kept_layers.indices(len(layers))
         layers = (*layers[:first], *written, *layers[end:])
-        spent: Any = changed["ledger"]
+        spent = fields.unstack(state, changed).ledger
         ledger = state.ledger._replace(flops=spent.flops, bytes_read=spent.bytes_read, seconds=spent.seconds)
         state = state._replace(cache=state.cache._replace(layers=layers), ledger=ledger)
         return batch._replace(state=state), drafted

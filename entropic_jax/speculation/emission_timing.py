@@ -16,10 +16,10 @@ from ..state import RUNNING, Action, Signal, State, Trace
 from ..state.cache import allocate
 from ..state.decoder import Decoder
 from ..state.pytree import STATIC, pytree
+from ..state.stacking import changed_fields
 from .draft_length import draft_length
 from .drafter import ControlledModel, Draft
 from .speculator import Speculator, draft, verify_and_emit
-from .verification import changed_fields
 
 PASSES = 32  # of a launch, as of an engine: what the launch costs is part of it
 TOKEN = 1  # that prompts consist of

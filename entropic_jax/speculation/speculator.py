@@ -15,7 +15,6 @@ from .head import reads_features
 from .suffix import suffix_drafter
 from .verification import PassPlan, VerifiedLogits, emit_accepted, pass_cost, verify
 
-PATIENCE = 4  # passes without a drafted token, after which a row rests
 MOST = 2**30  # steps of a rest, if no row runs
 EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correction
 
@@ -27,6 +26,7 @@ class Speculator:
     drafter: Any  # a `Drafter`
     law: DraftLength
     longest_rest: jax.Array | int = 16  # plain steps in a row, while drafting does not pay
+    patience: jax.Array | int = 4  # passes in a row without a drafted token, after which a row rests
 
     def init(self, rows: int) -> DraftRecord:
         """The record of drafts before the first one (`State.speculation`)."""
@@ -39,8 +39,9 @@ class Speculator:
     ) -> DraftRecord:
         """The record of the rows' drafts after a pass.
 
-        Asking drafters that have nothing to offer takes time. So a row rests: after `PATIENCE` passes in a
-        row without a drafted token for 2 plain steps, and for twice as many after each further one.
+        Asking drafters that have nothing to offer takes time. So a row rests: after `patience` passes in a
+        row without a drafted token for 2 plain steps, and for twice as many after each further one, up to
+        `longest_rest`.
 
         Args:
             record: before the pass.
@@ -52,8 +53,8 @@ class Speculator:
         before, none = record.shift[source], jnp.int32(0)
         shift = self.law.learn(plan.draft, before, plan.num_drafted, num_accepted)
         idle = jnp.where(plan.num_drafted > 0, none, record.idle + 1)
-        grown = 2 << jnp.clip(idle - PATIENCE, 0, 20)
-        rest = jnp.where(idle < PATIENCE, none, jnp.minimum(grown, self.longest_rest))
+        grown = 2 << jnp.clip(idle - self.patience, 0, 20)
+        rest = jnp.where(idle < self.patience, none, jnp.minimum(grown, self.longest_rest))
         return DraftRecord(
             record.shift.at[source].set(jnp.where(active, shift, before)),
             jnp.where(active, idle, record.idle),

@@ -20,10 +20,8 @@ from ..phases.forward import Forward, forward, narrowest
 from ..phases.packing import lay_out
 from ..state import RUNNING, State, Trace, ledger
 from ..state.constraints import Constraints
+from ..state.stacking import Stacking, StateStacking
 from .drafter import ControlledModel, Draft
-
-# The fields of `State` that emission changes.
-CHANGED = ("token", "length", "status", "history", "signal", "action", "control", "ledger", "features")
 
 
 class PassPlan(NamedTuple):
@@ -194,22 +192,16 @@ def emit_accepted(
     drafted = verified_tokens(plan, n)
 
     def emit_next(carry: Any) -> Any:
-        number, active, changed, trace = carry
-        after, new = emission.at(number, Batch(before._replace(**changed), active), plan)
-        trace = jax.tree.map(lambda rows, x: rows.at[number].set(x), trace, new)
-        active &= new.emitted & (new.token == take_column(drafted, number)) & (after.status == RUNNING)
-        return number + 1, active, changed_fields(after), trace
+        number, active, changed, traces = carry
+        state, trace = emission.at(number, Batch(fields.unstack(before, changed), active), plan)
+        active &= trace.emitted & (trace.token == take_column(drafted, number)) & (state.status == RUNNING)
+        return number + 1, active, fields.stack(state), measured.put(traces, trace, number)
 
     blank = jax.eval_shape(lambda s: emission.at(jnp.int32(0), Batch(s, batch.active), plan)[1], before)
-    trace = jax.tree.map(lambda x: jnp.zeros((n, *x.shape), x.dtype), blank)
-    carry = jnp.int32(0), batch.active, changed_fields(before), trace
-    _, _, changed, trace = jax.lax.while_loop(lambda c: (c[0] < n) & c[1].any(), emit_next, carry)
-    return before._replace(**changed), trace
-
-
-def changed_fields(state: State) -> dict[str, Any]:
-    """The fields of the state that emission changes."""
-    return {name: getattr(state, name) for name in CHANGED}
+    fields, measured = StateStacking(before), Stacking(blank, batch.active.shape)
+    carry = jnp.int32(0), batch.active, fields.stack(before), measured.room(n)
+    _, _, changed, traces = jax.lax.while_loop(lambda c: (c[0] < n) & c[1].any(), emit_next, carry)
+    return fields.unstack(before, changed), measured.unstack(traces)
 
 
 def verified_tokens(plan: PassPlan, n: int) -> jax.Array:
@@ -221,4 +213,4 @@ def verified_tokens(plan: PassPlan, n: int) -> jax.Array:
 
 def take_column(x: jax.Array, number: jax.Array) -> jax.Array:
     """Column `number` of `[rows, n]`, `[rows]`."""
-    return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, number, 1, keepdims=False, allow_negative_indices=False)

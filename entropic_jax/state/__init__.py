@@ -193,6 +193,8 @@ ROW_FIELDS = (
     *("signal", "action", "control", "text", "speculation", "page_policy_state", "ledger", "adapter"),
     "features",
 )
+# The fields that the emission of a token changes, apart from `text`.
+EMITTED_FIELDS = ("token", "length", "status", "history", "signal", "action", "control", "ledger", "features")
 
 
 class Trace(NamedTuple):

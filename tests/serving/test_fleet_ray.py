@@ -5,11 +5,10 @@ import random
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.serving.ray_fleet import Answer, Fleet, running_fleet
+from tests.serving.ray_fleet import Answer, Fleet, clients, running_fleet
 
 pytest.importorskip("ray", reason="pip install -e '.[ray]'")
 pytest.importorskip("fastapi")
@@ -57,7 +56,7 @@ def ended_midway(answer: Answer) -> bool:
 def rate(fleet: Fleet, count: int = 24) -> float:
     """Requests per second of a burst."""
     start = time.monotonic()
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with clients(CLIENTS) as pool:
         answers = list(pool.map(lambda n: fleet.request("/v1/completions", completion(n)), range(count)))
     assert all(complete(answer, False) for answer in answers)
     return count / (time.monotonic() - start)
@@ -90,7 +89,7 @@ def test_no_request_is_lost_when_a_replica_is_killed(fleet):
             begin_kill.set()
         return stream, answer
 
-    with ThreadPoolExecutor(CLIENTS) as pool:
+    with clients(CLIENTS) as pool:
         futures = [pool.submit(send, number) for number in range(REQUESTS)]
         assert begin_kill.wait(BACK * 3)
         os.kill(victim, signal.SIGKILL)
@@ -127,7 +126,7 @@ def cached_tokens(fleet: Fleet) -> int:
 
 def ends_what_it_has_begun(fleet: Fleet) -> bool:
     """Whether a fleet that gets SIGTERM finishes a stream, and then exits with 0."""
-    with ThreadPoolExecutor(1) as pool:
+    with clients(1) as pool:
         body = completion(0, stream=True, max_tokens=900)
         stream = pool.submit(fleet.request, "/v1/completions", body)
         time.sleep(1.0)
