@@ -14,7 +14,7 @@ from ..harness.held_out_text import module_tokens
 TEXTS = ("held-out", "copy", "random")
 WIDTHS = (1, 2, 4, 8, 16)  # tokens of a pass
 ARMS = (OFF, "suffix", "pruned", "head", "auto")  # "head" where the model has one
-RESTLESS = "auto, no rests"  # asks drafters at every pass, whether they have something to offer or not
+RESTED = "suffix"  # the arm whose drafter has nothing to offer in most passes, so that it rests
 LOOP_WINDOW, LOOP_PAIRS = 48, 24  # a text loops if its last tokens hold fewer different pairs
 
 
@@ -70,7 +70,7 @@ def arms(costs: PassCosts, headed: bool, names: Sequence[str] = ARMS) -> dict[st
 
 
 def with_restless(speculators: dict[str, Speculator | None]) -> dict[str, Speculator | None]:
-    """The arms, and "auto" without rests: it shows what rests gain where drafts are of no use."""
-    auto = speculators["auto"]
-    assert auto is not None
-    return {**speculators, RESTLESS: dataclasses.replace(auto, longest_rest=0)}
+    """The arms, and the one that rests most without rests: it shows what they gain."""
+    rested = speculators[RESTED]
+    assert rested is not None
+    return {**speculators, f"{RESTED}, no rests": dataclasses.replace(rested, longest_rest=0)}
