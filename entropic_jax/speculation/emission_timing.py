@@ -1,42 +1,34 @@
-"""What a pass costs besides the model, timed: the draft-length law, emission, and room for the logits.
+"""What passes and plain steps cost besides the model, timed: emission, and what decides about drafts.
 
-A small model's pass takes little longer than that, so that long drafts pay earlier than its products say.
+A small model's pass takes little longer than that, so that long drafts pay earlier than its products say. And
+a row that drafts nothing soon takes plain steps, which do not ask whether to: drafts have to beat those.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..phases.batch import Batch
+from ..parameter_tables.speculation_names import AUTO
+from ..phases.batch import gather_active, record, record_text, scatter
+from ..phases.emission import emit
+from ..phases.forward import decode, decode_cost
+from ..phases.headed_decoder import HeadedDecoder
 from ..phases.prefill import start
-from ..state import RUNNING, Action, Signal, State, Trace
+from ..state import Action, Signal, State, Trace
 from ..state.cache import allocate
 from ..state.decoder import Decoder
-from ..state.pytree import STATIC, pytree
+from ..state.pytree import pytree
 from ..state.stacking import changed_fields
-from .draft_length import draft_length
-from .drafter import ControlledModel, Draft
+from .drafter import ControlledModel
+from .pass_costs import PassCosts
+from .registry import make_speculator
 from .speculator import Speculator, draft, verify_and_emit
 
 PASSES = 32  # of a launch, as of an engine: what the launch costs is part of it
-TOKEN = 1  # that prompts consist of
-
-
-@pytree
-class _NoDrafts:
-    """Drafts nothing, with room for k tokens."""
-
-    most_tokens: Annotated[int, STATIC]
-
-    def draft(self, model: ControlledModel, batch: Batch, max_drafts: jax.Array) -> tuple[Batch, Draft]:
-        """See `Drafter`."""
-        rows = batch.active.shape[0]
-        shape = rows, self.most_tokens
-        nothing = Draft(jnp.zeros(shape, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros(shape))
-        return batch, nothing
+# A further token costs as much as the first, and a draft step more than all: no draft is worth its pass.
+PROHIBITIVE = PassCosts((1, 1024), (1.0, 1024.0), (1,), (0.0,), draft_step=(1e6, 0.0), head_step=(1e6, 0.0))
 
 
 @pytree
@@ -50,10 +42,12 @@ class _NoControl:
         return action, state
 
 
-def emitting_passes(
+def emitting_launches(
     decoder: Decoder, params: Any, rows: int, length: int, most_tokens: int, **cache_options: Any
-) -> Callable[[], int]:
-    """A function that runs a launch of passes that emit a token a row, waits, and returns their number.
+) -> tuple[Callable[[], int], Callable[[], int]]:
+    """Functions that run a launch of passes, and of plain steps; both wait, and return their number.
+
+    All of them emit a token a row. The passes decide about drafts as those of an engine do, and draft none.
 
     Args:
         decoder: the model's pure functions.
@@ -63,20 +57,40 @@ def emitting_passes(
         most_tokens: k, for which passes have room.
         cache_options: the page size and the dtype of keys and values, as for `cache.allocate`.
     """
-    speculator = Speculator(_NoDrafts(most_tokens), draft_length(rows, widths=(1,)))
+    headed = isinstance(decoder, HeadedDecoder)
+    speculator = make_speculator(AUTO, rows, most_tokens, PROHIBITIVE, headed)
+    assert speculator is not None
     pool = allocate(decoder.shape, rows, length + PASSES + 1, **cache_options)
-    prompts = [[TOKEN] * (length + 1)] * rows
+    tokens = [number % decoder.shape.vocabulary for number in range(length + 1)]
     state = start(
         decoder,
         params,
         _NoControl(),
         pool,
-        prompts,
+        [tokens] * rows,
         key=jax.random.key(0),
         max_tokens=PASSES,
         speculator=speculator,
     )
-    program = jax.jit(partial(_launch, decoder, speculator))
+    kinds = partial(_pass, decoder, speculator), partial(_step, decoder)
+    passes, steps = (_launch(kind, params, state) for kind in kinds)
+    return passes, steps
+
+
+def _launch(advance: Callable[[Any, State], tuple[State, Trace]], params: Any, state: State) -> Any:
+    """A function that runs a launch, waits for it, and returns the number of its passes or steps.
+
+    Args:
+        advance: the state and the trace after a pass or a step of these parameters and the state before.
+        params: the model's parameters.
+        state: before the launch.
+    """
+
+    def launch(params: Any, state: State) -> tuple[Any, Trace]:
+        after, trace = jax.lax.scan(lambda current, _: advance(params, current), state, None, PASSES)
+        return changed_fields(after), trace  # what is not returned would not be computed
+
+    program = jax.jit(launch)
 
     def run() -> int:
         jax.block_until_ready(program(params, state))
@@ -85,22 +99,22 @@ def emitting_passes(
     return run
 
 
-def _launch(decoder: Decoder, speculator: Speculator, params: Any, state: State) -> tuple[Any, Trace]:
-    """What passes change besides the cache, and their traces: what is not returned would not be computed.
-
-    Args:
-        decoder: the model's pure functions.
-        speculator: drafts nothing.
-        params: the model's parameters.
-        state: before the passes.
-    """
+def _pass(decoder: Decoder, speculator: Speculator, params: Any, state: State) -> tuple[State, Trace]:
+    """A pass in which no drafted token is verified, see `loop.speculative_step`."""
     model = ControlledModel(decoder, params, _NoControl())
+    rows, state, batch = gather_active(state, None, speculator.drafter.most_tokens)
+    room = state.cache.granted * state.cache.page_size
+    drafted, plan = draft(speculator, model, batch, room, None)
+    after, trace = verify_and_emit(speculator, model, drafted, plan, None)
+    state = scatter(state, rows, batch.state, after)._replace(history=after.history)
+    return record_text(state, trace.token, trace.emitted), trace
 
-    def body(current: State, _: None) -> tuple[State, Trace]:
-        batch = Batch(current, current.status == RUNNING)
-        room = current.cache.granted * current.cache.page_size
-        drafted, plan = draft(speculator, model, batch, room, None)
-        return verify_and_emit(speculator, model, drafted, plan, None)
 
-    after, trace = jax.lax.scan(body, state, None, PASSES)
-    return changed_fields(after), trace
+def _step(decoder: Decoder, params: Any, state: State) -> tuple[State, Trace]:
+    """A plain step, see `loop.step`."""
+    rows, state, batch = gather_active(state, None)
+    after, output = decode(decoder, params, batch, None)
+    cost = decode_cost(decoder, params, batch, output)
+    emitted, trace = emit(_NoControl(), after, output, cost, None, None)
+    state = scatter(state, rows, batch.state, emitted)
+    return record(state, trace.token[None], trace.emitted[None]), trace

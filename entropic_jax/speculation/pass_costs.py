@@ -23,7 +23,9 @@ class PassCosts(NamedTuple):
     # context, and added by each cached position; None where it was not measured
     shortest_context: int = 0  # cached positions of a row, below which nothing is drafted from few pages
     head_step: tuple[float, float] | None = None  # as `draft_step`, of a draft head
-    emission: tuple[float, float] = (0.0, 0.0)  # of a pass besides the model: with one row, and for each more
+    emission: tuple[float, float] = (0.0, 0.0)  # of a pass besides the model: of one row, and of each further
+    # The same of a plain step, which decides nothing about drafts: a row that drafts nothing takes those.
+    step_emission: tuple[float, float] = (0.0, 0.0)
 
     # Few cached positions are read from the processor's caches, many from memory: what each costs with more
     # than `near_positions` in the batch, at ascending numbers of them, between which it is interpolated.
@@ -45,7 +47,7 @@ class PassCosts(NamedTuple):
             return False
         if any(len(slopes) != len(self.widths) for _, slopes in self.farther):
             return False
-        steps = *(self.draft_step or ()), *(self.head_step or ()), *self.emission
+        steps = *(self.draft_step or ()), *(self.head_step or ()), *self.emission, *self.step_emission
         slopes = [slope for _, slopes in self.farther for slope in slopes]
         numbers = np.array([*self.seconds, *self.seconds_per_position, *steps, *slopes], float)
         return bool(np.isfinite(numbers).all() and (numbers >= 0).all() and self.seconds[0] > 0)
@@ -90,7 +92,8 @@ class PassCosts(NamedTuple):
             widths: compiled sizes of a pass, tokens a row.
         """
         costs = _interpolate([rows * width for width in widths], self.tokens, self.seconds)
-        costs += np.float32(self.emission[0] + self.emission[1] * (rows - 1))
+        single, further = np.transpose([self.step_emission if n == 1 else self.emission for n in widths])
+        costs += (single + further * (rows - 1)).astype(np.float32)
         slopes = _interpolate(widths, self.widths, self.seconds_per_position)
         points, growth = [self.near_positions], []
         for positions, seconds in self.farther:

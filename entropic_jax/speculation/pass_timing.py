@@ -23,7 +23,7 @@ from ..sampling import sample
 from ..state.cache import Cache, allocate, grant
 from ..state.decoder import Decoder
 from ..state.sampling_parameters import parameters
-from .emission_timing import emitting_passes
+from .emission_timing import emitting_launches
 from .pass_costs import PassCosts
 
 SHORT = 64  # cached positions of a row where products are timed
@@ -96,13 +96,17 @@ def measure_pass_costs(
     ]
     rows, most_drafts = (1, min(EMITTING_ROWS, most_tokens)), shapes.near[-1].width - 1
     options = dict(page_size=page_size, dtype=jnp.dtype(dtype).name)
-    emitting = [emitting_passes(decoder, params, n, SHORT, most_drafts, **options) for n in rows]
+    launches = [emitting_launches(decoder, params, n, SHORT, most_drafts, **options) for n in rows]
+    emitting = [launch for kind in zip(*launches, strict=True) for launch in kind]
     parts = [*([run(shape) for shape in part] for part in shapes), drafts, emitting]
     seconds = iter(_least_seconds([launch for part in parts for launch in part], repeat))
     *of_passes, of_drafts, of_emitting = (list(islice(seconds, len(part))) for part in parts)
     costs = _costs_of_model(shapes, of_passes)
     of_model = np.interp(rows, [shape.rows * shape.width for shape in shapes.short], of_passes[0])
-    costs = costs._replace(emission=_emission(rows, of_emitting, of_model))
+    costs = costs._replace(
+        emission=_emission(rows, of_emitting[:2], of_model),
+        step_emission=_emission(rows, of_emitting[2:], of_model),
+    )
     of_position = (costs.farther[0][1] if shapes.long else costs.seconds_per_position)[0]
     steps = [
         _draft_step(model, (short, long), context, of_position)
@@ -172,11 +176,11 @@ def _draft_step(
 
 
 def _emission(rows: tuple[int, int], seconds: list[float], of_model: np.ndarray) -> tuple[float, float]:
-    """What passes cost besides the model: with one row, and for each further row.
+    """What passes or plain steps cost besides the model: with one row, and for each further row.
 
     Args:
         rows: the rows of the passes.
-        seconds: those of passes that emit.
+        seconds: those of passes or steps that emit.
         of_model: the seconds of passes of the same rows that do not.
     """
     single, several = np.maximum(0.0, np.subtract(seconds, of_model)).tolist()

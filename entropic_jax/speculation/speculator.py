@@ -238,7 +238,7 @@ def run_pass(
 
     shape = model.decoder.shape
     hidden = None if state.features is None else shape.hidden
-    room = VerifiedLogits.empty(rows * max(widths), rows, k + 1, shape.vocabulary, hidden)
+    room = VerifiedLogits.empty(plan.size, rows * max(widths), rows, k + 1, shape.vocabulary, hidden)
     carry = state.cache.layers, room
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.

@@ -32,7 +32,7 @@ from .registry import UNMEASURED_CONTEXT
 LOG = logging.getLogger("entropic_jax.speculation")
 VARIABLE = "ENTROPIC_COST_CACHE"
 LARGEST, WIDEST = 4096, 32  # tokens of a pass, and of one row, up to which a roofline is tabulated
-VERSION = 6  # of the file, and of the kernels whose costs it holds
+VERSION = 7  # of the file, and of the kernels whose costs it holds
 
 
 class TimedModel(NamedTuple):

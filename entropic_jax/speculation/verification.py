@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from .. import sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_reader import dense_step_stats
+from ..pallas.uninitialised import uninitialised
 from ..phases.batch import Batch
 from ..phases.emission import emit
 from ..phases.forward import Forward, forward, narrowest
@@ -41,19 +42,20 @@ class VerifiedLogits(NamedTuple):
 
     @classmethod
     def empty(
-        cls, tokens: int, rows: int, n: int, vocabulary: int, hidden: int | None = None
+        cls, iteration: jax.Array, tokens: int, rows: int, n: int, vocabulary: int, hidden: int | None = None
     ) -> "VerifiedLogits":
         """Room for the logits of a pass.
 
         Args:
+            iteration: an array of the pass, as for `uninitialised`.
             tokens: the number of tokens that the pass may have.
             rows: number of rows of the batch.
             n: tokens that a row may have.
             vocabulary: number of tokens.
             hidden: numbers of a hidden state; None keeps none.
         """
-        logits = jax.lax.empty((tokens, vocabulary), jnp.float32)
-        kept = None if hidden is None else jnp.zeros((tokens, hidden), jnp.float32)
+        logits = uninitialised((tokens, vocabulary), iteration)
+        kept = None if hidden is None else uninitialised((tokens, hidden), iteration)
         return cls(logits, jnp.zeros((rows, n), jnp.int32), kept)
 
     def filled(self, logits: "VerifiedLogits") -> "VerifiedLogits":

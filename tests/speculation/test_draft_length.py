@@ -124,12 +124,22 @@ def test_positions_are_interpolated_between_all_points():
         np.testing.assert_allclose(law.pass_costs(jnp.float32(positions)), expected, rtol=1e-5)
 
 
-def test_emission_costs_the_same_for_passes_of_every_width():
-    costs = PassCosts((1, 8), (1.0, 2.0), (1, 2), (0.1, 0.2))
-    emitting = costs._replace(emission=(0.5, 0.1))
-    for rows, added in ((1, 0.5), (4, 0.8)):
-        plain, law = costs.law(rows, (1, 2)), emitting.law(rows, (1, 2))
-        np.testing.assert_allclose(law.costs, np.asarray(plain.costs) + added, rtol=1e-6)
+def test_emission_costs_the_same_for_all_passes_with_drafts_and_that_of_a_step_without():
+    costs = PassCosts((1, 8), (1.0, 2.0), (1, 2, 4), (0.1, 0.2, 0.3))
+    emitting = costs._replace(emission=(0.5, 0.1), step_emission=(0.2, 0.05))
+    for rows, of_step, of_pass in ((1, 0.2, 0.5), (4, 0.35, 0.8)):
+        without, law = costs.law(rows, (1, 2, 4)), emitting.law(rows, (1, 2, 4))
+        added = np.array([of_step, of_pass, of_pass])
+        np.testing.assert_allclose(law.costs, np.asarray(without.costs) + added, rtol=1e-6)
+
+
+def test_a_draft_has_to_be_worth_more_than_a_plain_step():
+    """A pass of two tokens is worth it beside a pass of one, and not beside a step that decides nothing."""
+    costs = PassCosts((1, 8), (1.0, 1.0), (1, 2), (0.0, 0.0))
+    for step, number in ((0.6, 1), (0.1, 0)):
+        law = costs._replace(emission=(0.6, 0.0), step_emission=(step, 0.0)).law(1, (1, 2))
+        offered, none = drafts(np.full((1, 1), 0.4)), jnp.zeros(1, jnp.int32)
+        assert law.choose(offered, jnp.ones(1, bool), law.init(1), none)[0].tolist() == [number]
 
 
 def test_costs_cover_passes_and_batches_up_to_those_that_were_timed():

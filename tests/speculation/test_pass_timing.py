@@ -13,14 +13,14 @@ MODEL = tiny.model()
 
 
 def emitting(decoder, params, rows, length, most_tokens, **_):
-    """What stands for a pass that emits: that of as many rows."""
-    return module.PassShape(rows, 1, length)
+    """What stands for passes and plain steps that emit: passes of as many rows."""
+    return (module.PassShape(rows, 1, length),) * 2
 
 
 def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
     shapes = []
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shapes.append(shape) or shape)
-    monkeypatch.setattr(module, "emitting_passes", emitting)
+    monkeypatch.setattr(module, "emitting_launches", emitting)
     # 1 + 0.1 seconds a token, and for each position that a row reads 0.001 seconds and a tenth more a token.
     seconds = lambda s: 1 + 0.1 * s.rows * s.width + s.rows * s.length * (0.001 + 0.0001 * s.width)
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
@@ -34,7 +34,7 @@ def test_times_are_taken_apart_into_products_and_reading(monkeypatch):
 
 def test_a_long_context_is_timed_beside_a_short_one(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
-    monkeypatch.setattr(module, "emitting_passes", emitting)
+    monkeypatch.setattr(module, "emitting_launches", emitting)
     seconds = lambda s: 1 + 0.1 * s.width + s.length * (0.001 if s.length <= module.NEAR else 0.004)
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
     costs = measure_pass_costs(None, None, most_tokens=4, context=4000)
@@ -45,15 +45,17 @@ def test_a_long_context_is_timed_beside_a_short_one(monkeypatch):
 
 def test_what_emission_takes_is_the_difference_to_a_pass_of_the_model(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: 1.0 * shape.rows * shape.width)
-    monkeypatch.setattr(module, "emitting_passes", lambda decoder, params, rows, *_, **__: 1.4 * rows + 0.1)
+    launches = lambda decoder, params, rows, *_, **__: (1.4 * rows + 0.1, 1.2 * rows)
+    monkeypatch.setattr(module, "emitting_launches", launches)
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: launches)
     costs = measure_pass_costs(None, None, most_tokens=32, context=1000)
     assert costs.emission == pytest.approx((0.5, 0.4))
+    assert costs.step_emission == pytest.approx((0.2, 0.2))
 
 
 def test_a_batch_is_timed_where_its_passes_are_small_enough(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
-    monkeypatch.setattr(module, "emitting_passes", emitting)
+    monkeypatch.setattr(module, "emitting_launches", emitting)
 
     def seconds(shape):
         positions = shape.rows * shape.length
@@ -71,7 +73,7 @@ def test_a_batch_is_timed_where_its_passes_are_small_enough(monkeypatch):
 
 def test_a_position_of_memory_costs_no_less_than_one_of_the_caches(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda decoder, params, shape, *_: shape)
-    monkeypatch.setattr(module, "emitting_passes", emitting)
+    monkeypatch.setattr(module, "emitting_launches", emitting)
     seconds = lambda s: 1 + 0.1 * s.rows * s.width + (s.rows == 1) * s.length * 0.001
     monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: list(map(seconds, launches)))
     costs = measure_pass_costs(None, None, most_tokens=4, context=1000, batch=(2, 1000))
@@ -80,13 +82,13 @@ def test_a_position_of_memory_costs_no_less_than_one_of_the_caches(monkeypatch):
 
 def test_a_disturbed_measurement_is_not_believed(monkeypatch):
     monkeypatch.setattr(module, "_pass", lambda *_: None)
-    monkeypatch.setattr(module, "emitting_passes", lambda *_, **__: None)
+    monkeypatch.setattr(module, "emitting_launches", lambda *_, **__: (None, None))
     times = [1.0, 9.0, 3.0, 2.0, 7.0, 4.0]  # of 1, 2 and 4 tokens, at the short and at the long context
-    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: [*times, 1.5, 0.5])
+    monkeypatch.setattr(module, "_least_seconds", lambda launches, repeat: [*times, 1.5, 0.5, 1.25, 9.0])
     costs = measure_pass_costs(None, None, most_tokens=4, context=164)
     assert costs.seconds_per_position == pytest.approx((0.0, 0.0, 0.01))
     assert costs.seconds == pytest.approx((1.0, 3 - 0.64, 3 - 0.64))
-    assert costs.emission == (0.5, 0.0)
+    assert costs.emission == (0.5, 0.0) and costs.step_emission == pytest.approx((0.25, (9 - 3 - 0.25) / 3))
 
 
 def test_a_model_is_timed():

@@ -16,7 +16,8 @@ from entropic_jax.state.ledger import default_hardware
 from tests import tiny
 
 COSTS = PassCosts((1, 2, 4), (1e-3, 1.1e-3, 1.5e-3), (1, 2), (1e-6, 2e-6), (5e-4, 1e-7))
-COSTS = COSTS._replace(emission=(3e-5, 1e-5), near_positions=1000, farther=((9000, (2e-6, 3e-6)),))
+COSTS = COSTS._replace(emission=(3e-5, 1e-5), step_emission=(2e-5, 5e-6))
+COSTS = COSTS._replace(near_positions=1000, farther=((9000, (2e-6, 3e-6)),))
 
 
 @pytest.fixture

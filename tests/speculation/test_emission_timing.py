@@ -1,0 +1,35 @@
+"""Launches that are timed for what a pass costs besides the model: no draft is verified in them."""
+
+import jax
+import numpy as np
+import pytest
+
+from entropic_jax.phases.headed_decoder import HeadedDecoder
+from entropic_jax.speculation import emission_timing as module
+from tests import tiny
+
+MODEL = tiny.model()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, rows):
+    traces = []
+
+    def launch(advance, params, state):
+        _, trace = jax.lax.scan(lambda current, _: advance(params, current), state, None, 5)
+        traces.append(trace)
+        return lambda: 5
+
+    monkeypatch.setattr(module, "_launch", launch)
+    module.emitting_launches(MODEL.decoder, MODEL.params, rows, 20, 3, page_size=8)
+    of_passes, of_steps = traces
+    assert of_passes.emitted.shape == (5, 4, rows) and of_steps.emitted.shape == (5, rows)
+    assert (np.asarray(of_passes.emitted).sum(1) == 1).all() and of_steps.emitted.all()
+    np.testing.assert_array_equal(of_passes.token[:, 0], of_steps.token)
+    assert not of_passes.num_drafted.any()
+
+
+def test_launches_run_as_many_passes_as_they_say():
+    passes, steps = module.emitting_launches(MODEL.decoder, MODEL.params, 1, 20, 3, page_size=8)
+    assert passes() == steps() == module.PASSES
+    assert not isinstance(MODEL.decoder, HeadedDecoder)
