@@ -15,7 +15,7 @@ def uninitialised(shape: tuple[int, ...], iteration: jax.Array) -> jax.Array:
     """Memory for results, float32, with anything in it.
 
     Args:
-        shape: of the array.
+        shape: the shape of the array.
         iteration: an array that the iteration of a loop has computed. What depends on none, XLA allocates
             once before the loop, and copies in every iteration.
     """

@@ -34,8 +34,8 @@ def test_no_iteration_fills_or_copies_it():
     if cpu_runtime.unavailable_reason():
         pytest.skip("there are no kernels here")
     text = jax.jit(iterations).lower(5).compile().as_text()
-    whole = f"f32[{SHAPE[0]},{SHAPE[1]}]"
-    made = [line for line in text.splitlines() if f" = {whole}" in line]
+    full = f"f32[{SHAPE[0]},{SHAPE[1]}]"
+    made = [line for line in text.splitlines() if f" = {full}" in line]
     assert any("entropic_uninitialised" in line for line in made)
     assert not any(f"{operation}(" in line for line in made for operation in ("copy", "broadcast"))
 
