@@ -35,9 +35,9 @@ def test_no_iteration_fills_or_copies_it():
         pytest.skip("there are no kernels here")
     text = jax.jit(iterations).lower(5).compile().as_text()
     full = f"f32[{SHAPE[0]},{SHAPE[1]}]"
-    made = [line for line in text.splitlines() if f" = {full}" in line]
-    assert any("entropic_uninitialised" in line for line in made)
-    assert not any(f"{operation}(" in line for line in made for operation in ("copy", "broadcast"))
+    results = [line for line in text.splitlines() if f" = {full}" in line]
+    assert any("entropic_uninitialised" in line for line in results)
+    assert not any(f"{operation}(" in line for line in results for operation in ("copy", "broadcast"))
 
 
 def test_without_kernels_it_is_that_of_jax(monkeypatch):
