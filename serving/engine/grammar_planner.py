@@ -1,11 +1,13 @@
-"""Grammar planner: plans of constrained sequences, made in a thread of its own.
+"""Grammar planner: plans of constrained sequences, made in threads of their own.
 
 A mask takes microseconds as a rule, and a tenth of a second and more with some grammars. The engine waits for
 plans for a short time only. Sequences whose plan is late take no part in the next launch, so that a hard
-grammar delays its own request and no other.
+grammar delays its own request and no other. A sequence that runs alone, and whose plans have been quick, has
+them made in the engine's thread, since to wake another takes longer than most plans.
 """
 
 import concurrent.futures
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -16,6 +18,9 @@ from .thread_priority import be_nice
 
 # Seconds that a launch waits for plans: beside others that can run, and where nothing else can.
 LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02
+QUICK = (
+    0.001  # seconds of the last plan of a sequence, below which the next may be made in the engine's thread
+)
 THREADS = 4  # plans that are made at a time, so that a few hard grammars do not delay the easy ones
 NICE = 10  # added to the niceness of these threads: a late plan runs beside launches
 
@@ -55,7 +60,9 @@ class GrammarPlanner:
         new = []
         for sequence in constrained:
             if sequence.planning is None:
-                new.append(self._executor.submit(self._plan, sequence))
+                inline = idle and len(decoding) == 1 and sequence.plan_seconds < QUICK
+                submit = _run if inline else self._executor.submit
+                new.append(submit(self._plan, sequence))
                 sequence.planning = Planning(new[-1], sequence.epoch)
         self._wait(new, [s.planning.future for s in constrained], idle and len(constrained) == len(decoding))
         planned, late = {}, set()
@@ -77,7 +84,10 @@ class GrammarPlanner:
 
     def _plan(self, sequence: Sequence) -> Plan:
         assert sequence.grammar is not None
-        return plan(sequence, sequence.grammar, self.most)
+        begin = time.perf_counter()
+        result = plan(sequence, sequence.grammar, self.most)
+        sequence.plan_seconds = time.perf_counter() - begin
+        return result
 
     def _wait(self, new: "list[Future[Plan]]", under_way: "list[Future[Plan]]", alone: bool) -> None:
         """Wait for plans.
@@ -93,3 +103,13 @@ class GrammarPlanner:
         concurrent.futures.wait(new, LONGEST_WAIT)
         if alone:
             concurrent.futures.wait(under_way, LONGEST_IDLE, concurrent.futures.FIRST_COMPLETED)
+
+
+def _run(function: Callable[[Sequence], Plan], sequence: Sequence) -> "Future[Plan]":
+    """The result of a function, as that of a thread."""
+    future: Future[Plan] = Future()
+    try:
+        future.set_result(function(sequence))
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -4,14 +4,14 @@ A grammar that fails ends its own request and no other.
 """
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..request import RequestError
 from ..request.transcript import Token
-from .interface import Grammar
+from .interface import FreeRun, Grammar
 from .sequence import Sequence
 from .suffix_lookup import continuation
 
@@ -29,9 +29,14 @@ class Plan(NamedTuple):
 
     masks: list[np.ndarray]  # bits int32 [ceil(vocabulary / 32)] of the tokens allowed; one more than tokens
     tokens: list[int]  # expected
-    pausing: np.ndarray | None = None  # the last mask holds until a token of this set; None: for one token
+    run: FreeRun | None = None  # the last mask holds for it; None: for one token
     begin: int = 0  # tokens generated before it
     ahead: Grammar | None = None  # the state after the expected tokens, if it is known
+
+    @property
+    def guesses(self) -> bool:
+        """Whether the last mask is held by a guess, which has to be checked."""
+        return self.run is not None and self.run.tokens is not None
 
 
 def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
@@ -51,13 +56,24 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
         return Plan([ALL_TOKENS] * len(replay), replay[:-1])
     result = _rest(sequence.plan, sequence.generated)
     if result is None:
-        result = Plan([_bits(grammar.mask())], [], grammar.pausing(), len(sequence.generated))
-    if most and not result.tokens and result.pausing is None:
+        result = Plan([_bits(grammar.mask())], [], _run(sequence, grammar), len(sequence.generated))
+    if most and not result.tokens and result.run is None:
         ahead = grammar.copy() if result.ahead is None else result.ahead
         if ahead is not None:
             result = _extended(result, sequence, ahead, most)
     sequence.plan = result
     return result
+
+
+def _run(sequence: Sequence, grammar: Grammar) -> FreeRun | None:
+    """The free run that begins at the state of a grammar; no guess once one was wrong.
+
+    Args:
+        sequence: whose text it would continue.
+        grammar: a state of its grammar, whose mask was the last thing asked for.
+    """
+    run = grammar.free_run()
+    return None if run is not None and run.tokens is not None and sequence.retracted else run
 
 
 def _rest(plan: Plan | None, generated: list[int]) -> Plan | None:
@@ -96,9 +112,9 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
             masks.append(mask)
             tokens.append(token)
             text.append(token)
-        pausing = ahead.pausing()
-        if len(tokens) == count or pausing is not None:
-            return result._replace(masks=masks, tokens=tokens, pausing=pausing, ahead=ahead)
+        run = _run(sequence, ahead) if len(tokens) > count else None
+        if len(tokens) == count or run is not None:
+            return result._replace(masks=masks, tokens=tokens, run=run, ahead=ahead)
     return result._replace(masks=masks, tokens=tokens, ahead=ahead)
 
 
@@ -176,21 +192,50 @@ def _contains(mask: np.ndarray, token: int) -> bool:
     return bool(mask[token // 32] >> (token % 32) & 1)
 
 
-def accept(sequence: Sequence, grammar: Grammar, tokens: Iterable[int]) -> list[Token]:
-    """Advance a grammar by tokens.
+class Accepted(NamedTuple):
+    """How far a grammar has taken the tokens that were drawn last."""
 
-    Returns the tokens held back so far if nothing may follow them.
+    tokens: list[int]  # those drawn under the masks that they had to be drawn under
+    is_end: bool = False  # nothing may follow them
+    error: Exception | None = None  # with which the grammar has failed
+
+
+def accept(plan: Plan | None, begin: int, grammar: Grammar, tokens: list[int]) -> Accepted:
+    """Advance a grammar by tokens, up to the first whose mask was guessed wrongly.
 
     Args:
-        sequence: the sequence that the tokens belong to.
+        plan: the plan by which they were drawn; None compares no masks.
+        begin: tokens generated before them.
         grammar: the grammar of the sequence; it is advanced.
         tokens: sampled last.
     """
+    certain = len(tokens) if plan is None or not plan.guesses else plan.begin + len(plan.tokens) + 1 - begin
     try:
-        can_continue = all(grammar.accept(token) for token in tokens)
+        for number, token in enumerate(tokens):
+            if plan is not None and number >= certain and not _holds(plan.masks[-1], grammar):
+                return Accepted(tokens[:number])
+            if not grammar.accept(token):
+                return Accepted(tokens, is_end=True)
     except Exception as error:
-        return sequence.transcript.finish("error", message_of(error))
-    return [] if can_continue else sequence.transcript.finish("stop")
+        return Accepted(tokens, error=error)
+    return Accepted(tokens)
+
+
+def _holds(mask: np.ndarray, grammar: Grammar) -> bool:
+    """Whether a mask is that of the next token."""
+    return bool(np.array_equal(mask, _bits(grammar.mask())))
+
+
+def finish(sequence: Sequence, accepted: Accepted) -> list[Token]:
+    """Finish a text if its grammar allows no further token; returns the tokens held back so far, if it is so.
+
+    Args:
+        sequence: the sequence that the tokens belong to.
+        accepted: how far its grammar has taken them.
+    """
+    if accepted.error is not None:
+        return sequence.transcript.finish("error", message_of(accepted.error))
+    return sequence.transcript.finish("stop") if accepted.is_end else []
 
 
 def message_of(error: Exception) -> str:

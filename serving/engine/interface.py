@@ -30,10 +30,17 @@ class PromptToken(NamedTuple):
     top: tuple[Alternative, ...] = ()
 
 
+class FreeRun(NamedTuple):
+    """A stretch of text in which a mask stays as it is, for certain or by a guess."""
+
+    pausing: np.ndarray  # tokens that may end it, in bits like those of `Grammar.mask`
+    tokens: int | None = None  # by a guess, so many others may come; None: for certain, any number
+
+
 class Grammar(Protocol):
     """A constraint on the text of one sequence, which follows its tokens.
 
-    `copy`, `forced`, `marks` and `pausing` let the engine plan ahead. They change how fast a text is
+    `copy`, `forced`, `marks` and `free_run` let the engine plan ahead. They change how fast a text is
     generated, never the text; their defaults plan nothing.
     """
 
@@ -59,11 +66,12 @@ class Grammar(Protocol):
         """The texts of the tokens that are marks: printable ASCII without letters and digits; {} for none."""
         return {}
 
-    def pausing(self) -> np.ndarray | None:
-        """Tokens but for which the mask stays as it is, in bits like those of `mask`.
+    def free_run(self) -> FreeRun | None:
+        """The stretch of text that begins here in which the mask stays as it is; None if there is none.
 
-        After any other token, this set stays as it is, too. None if the mask is for the next token only.
-        Called after `mask`.
+        Where it is certain, its set of tokens stays as it is, too, until one of them comes. Where it is a
+        guess, the engine compares the masks, and has tokens drawn again whose mask was another. Called after
+        `mask`.
         """
         return None
 

@@ -15,11 +15,11 @@ from entropic_jax.state.constraints import Constraints, no_constraints
 from ..executable_cache import load_or_compile
 from ..request import Request
 from .device_state import DecodeOutput
-from .draft_choice import TRIAL_STEPS, DraftChoice
+from .draft_choice import LONGEST_WAIT, TRIAL_STEPS, DraftChoice
 from .grammars import Plan
 from .launch_costs import LAUNCH_SECONDS, LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
-from .planned_constraints import SETS_PER_ROW, planned_fields
+from .planned_constraints import LONGEST_RUN, SETS_PER_ROW, planned_fields
 from .prefill_planner import PrefillPlanner, ScheduledChunk, prefill_key
 from .program_shapes import DecodeProgram
 from .programs import Programs
@@ -76,8 +76,9 @@ class LaunchPlanner:
         self.min_length = np.zeros(sizes.rows, np.int32)
         self.report_logprobs = np.zeros(sizes.rows, bool)
         self.drafts = np.zeros(sizes.rows, bool)
-        positions = 1 + sizes.shapes.planned_tokens
-        num_sets = 1 + positions + SETS_PER_ROW * sizes.rows
+        planned = sizes.shapes.planned_tokens
+        positions = 1 + max(planned, LONGEST_RUN) if planned else 1
+        num_sets = 2 + planned + SETS_PER_ROW * sizes.rows
         vocabulary = programs.decoder.shape.vocabulary
         constraints = partial(no_constraints, sizes.rows, vocabulary, positions, num_sets)
         self._constraints = load_or_compile(constraints, ())[0]()
@@ -87,6 +88,7 @@ class LaunchPlanner:
         self.last_decode = 0.0  # time at which rows last got steps, or there was none to give steps to
         self.costs, self.draft_choice = LaunchCosts(), DraftChoice()
         self._expected_tokens = 0.0  # of the latest launch with plans
+        self._planned_plain = 0  # launches with plans since the last that drafted
 
     def can_run(self, sequence: Sequence, running: list[Sequence]) -> bool:
         """Whether programs are available that run a sequence along with others; else they are compiled next.
@@ -174,10 +176,12 @@ class LaunchPlanner:
             return self.draft_choice.drafts(width, untried)
         expected, shapes = forecast(running, plans), self.sizes.shapes
         plain, drafts = (
-            max(self.costs.rate(expected, width, steps, flag) for steps in range(1, shapes.capacity + 1))
-            for flag in (False, True)
+            self.costs.rates(expected, width, shapes.capacity, flag).max() for flag in (False, True)
         )
-        return drafts >= plain
+        # The slower kind is tried from time to time: what it takes may have changed.
+        pays = bool(drafts >= plain) or self._planned_plain == LONGEST_WAIT
+        self._planned_plain = 0 if pays else self._planned_plain + 1
+        return pays
 
     def decode_program(self, running: list[Sequence], speculates: bool) -> DecodeProgram:
         """The program that decodes these sequences."""
@@ -216,7 +220,7 @@ class LaunchPlanner:
             seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)
         else:
             seconds = self.seconds_when_full
-        if any(plan.pausing is None for plan in plans.values()):
+        if any(plan.run is None or plan.guesses for plan in plans.values()):
             seconds = min(seconds, SECONDS_WITH_FREE_ROWS)  # at its end, paused rows go on
         width = self.decode_program(running, speculates).width
         steps = int(seconds / (self.costs.step_seconds(width, speculates) or seconds))
@@ -225,8 +229,8 @@ class LaunchPlanner:
             steps = min(steps, TRIAL_STEPS)
         if plans:
             expected = forecast(running, plans)
-            steps = max(range(1, steps + 1), key=lambda n: self.costs.rate(expected, width, n, speculates))
-            self._expected_tokens = expected.tokens(steps, speculates)
+            steps = 1 + int(self.costs.rates(expected, width, steps, speculates).argmax())
+            self._expected_tokens = float(expected.tokens(np.asarray(float(steps)), speculates))
         return steps
 
     def seconds_of_chunk(self, running: int, prefilling: int, waiting: bool) -> float | None:

@@ -10,8 +10,8 @@ from entropic_jax.phases.prefill import PrefillOutput
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING
 
 from ..request.transcript import Token
-from . import grammars
 from .device_state import DecodeOutput
+from .grammars import Accepted, accept, finish
 from .launch_costs import MeasuredLaunch
 from .launch_planner import InFlight
 from .prefix_cache import page_hashes
@@ -132,9 +132,14 @@ class OutputCollector:
                 top_logprobs = top_logprobs or tuple(np.asarray(x) for x in output.top_logprobs)
                 logprobs = tuple(x[first:, row] for x in top_logprobs)
             if count > first:
-                total, columns = None if first else sums[:, row], metrics[:, first:, row]
-                final = sequence.append(tokens[row][first:count], columns, total, logprobs)
-                self._emit(sequence, final, tokens[row][first:count], output, timestamp)
+                accepted = _accept(sequence, tokens[row][first:count])
+                new = accepted.tokens
+                columns, total = metrics[:, first : first + len(new), row], sums[:, row]
+                final = sequence.append(new, columns, total if len(new) == count else None, logprobs)
+                self._emit(sequence, final, accepted, output, timestamp)
+                if len(new) < count - first and not sequence.ended:
+                    batch.retract(sequence)
+                    continue
             if not sequence.ended and status[row] != RUNNING:
                 error = NOT_NUMBERS if status[row] == FAILED else None
                 batch.end(sequence, FINISH_REASONS[status[row]], error)
@@ -144,18 +149,17 @@ class OutputCollector:
         self,
         sequence: Sequence,
         final: list[Token],
-        tokens: list[int],
+        accepted: Accepted,
         output: DecodeOutput,
         timestamp: float,
     ) -> None:
         """Send the tokens whose text is final, and finish the sequence if its text has ended."""
         batch, transcript = self.batch, sequence.transcript
-        grammar = sequence.grammar
-        if grammar is not None and transcript.finish_reason is None:
-            final += grammars.accept(sequence, grammar, tokens)
+        if transcript.finish_reason is None:
+            final += finish(sequence, accepted)
         if sequence.first_token_time is None:
             sequence.first_token_time = timestamp
-        batch.metrics_hooks.emitted(sequence, len(tokens), timestamp)
+        batch.metrics_hooks.emitted(sequence, len(accepted.tokens), timestamp)
         sequence.last_token_time = timestamp
         if transcript.finish_reason is not None:
             self._cache_generated(sequence, output)
@@ -178,6 +182,13 @@ class OutputCollector:
         hashes = [*of_prompt, *page_hashes(parent, rest, self.page_size)]
         table = np.asarray(output.table)[sequence.row]
         manager.cache_prefix(sequence.row, hashes, table, self.batch.updates)
+
+
+def _accept(sequence: Sequence, tokens: list[int]) -> Accepted:
+    """The tokens drawn last, as far as the grammar of their sequence takes them."""
+    if sequence.grammar is None:
+        return Accepted(tokens)
+    return accept(sequence.plan, len(sequence.generated), sequence.grammar, tokens)
 
 
 def _skip_replayed(sequence: Sequence, count: int) -> int:

@@ -10,6 +10,7 @@ from entropic_jax.state.row_subset import Shared
 
 from .grammars import Plan
 
+LONGEST_RUN = 64  # tokens of a launch whose mask is a guess, at most
 SETS_PER_ROW = 4  # room for token sets, besides those of one full plan; at least 2
 
 
@@ -54,8 +55,8 @@ def planned_fields(plans: Mapping[int, Plan], blank: Constraints) -> dict[str, A
     mask, expected = np.zeros((rows, positions), np.int32), np.full((rows, positions), NOTHING, np.int32)
     for row, plan in plans.items():  # for these, there is room
         masked[row], mask[row] = True, sets.place(plan.masks[0])
-        if plan.pausing is not None:
-            pausing[row] = sets.place(plan.pausing)
+        if plan.run is not None:
+            pausing[row] = sets.place(plan.run.pausing)
     for row, plan in plans.items():
         last = 0
         for place, token in enumerate(plan.tokens):
@@ -64,6 +65,8 @@ def planned_fields(plans: Mapping[int, Plan], blank: Constraints) -> dict[str, A
                 break
             expected[row, place], mask[row, place + 1 :] = token, number
             last = place + 1
-        if plan.pausing is not None and last == len(plan.tokens):
-            expected[row, last:] = ANYTHING
+        if plan.run is not None and last == len(plan.tokens):
+            # What the last position states holds for all after it, too, so that a guess may not reach it.
+            guessed = None if plan.run.tokens is None else min(last + plan.run.tokens, positions - 1)
+            expected[row, last:guessed] = ANYTHING
     return dict(masked=masked, sets=Shared(sets.table), mask=mask, expected=expected, pausing=pausing)

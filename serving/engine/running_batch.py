@@ -12,7 +12,7 @@ from .kv_compression import KVCompression
 from .launch_planner import InFlight, LaunchPlanner
 from .metrics_hooks import MetricsHooks
 from .output_stream import QueuedOutputStream, wake
-from .sequence import DECODE, ENDED, PREFILL, Sequence
+from .sequence import DECODE, ENDED, PREFILL, WAITING, Sequence
 from .state_updates import StateUpdates
 
 
@@ -49,6 +49,7 @@ class RunningBatch:
         self.tokens_in_flight = np.zeros(rows, np.int64)  # that these steps may emit, at most
         self.prior_drop = expected_drop
         self.expected_drop = np.full(rows, expected_drop)
+        self._retracted: list[Sequence] = []  # without a row since `retract`
         self.deltas: list[tuple[QueuedOutputStream, Delta]] = []
         self.on_finish: Callable[[Sequence], None] = lambda sequence: None
 
@@ -146,6 +147,22 @@ class RunningBatch:
         self.sequences[row] = None
         self.planner.min_length[row], self.planner.report_logprobs[row] = 0, False
         sequence.row, sequence.epoch = -1, sequence.epoch + 1
+
+    def retract(self, sequence: Sequence) -> None:
+        """Take the row from a sequence whose latest tokens there were drawn under a wrong mask.
+
+        They are not among its tokens. It waits for a row again, where it replays its tokens, and guesses no
+        masks any more.
+        """
+        self.vacate(sequence)
+        sequence.stage, sequence.plan, sequence.saved_row = WAITING, None, None
+        sequence.retracted = True
+        self._retracted.append(sequence)
+
+    def take_retracted(self) -> list[Sequence]:
+        """The sequences that `retract` has taken a row from since the last call."""
+        retracted, self._retracted = self._retracted, []
+        return retracted
 
     def end(self, sequence: Sequence, reason: Any, error: str | None = None, timed_out: bool = False) -> None:
         """End a sequence for a reason from outside its text, and send the tokens held back."""

@@ -140,6 +140,7 @@ class Scheduler:
         # Deliver while the device works: the readers compete with this thread for the interpreter.
         self.batch.deliver()
         self._collect(keep=int(busy and self.overlapped and not constrained))
+        self.waiting += self.batch.take_retracted()
         batch, waiting = self.batch, self.waiting and not (self.all_await_programs or self.paused)
         return bool(batch.occupied or self.in_flight or waiting or self.updates or batch.deltas)
 

@@ -1,5 +1,6 @@
 """State of one request in the engine, as the host knows it: its text, its place in a row, its metrics."""
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -82,6 +83,8 @@ class Sequence:
         self.grammar = engine_request.grammar if grammar is None else grammar
         self.plan: Any = None  # the `grammars.Plan` made last
         self.planning: Any = None  # the `grammar_planner.Planning` that is under way
+        self.plan_seconds = math.inf  # that its last plan took
+        self.retracted = False  # tokens were drawn under a guessed mask that was wrong, and drawn again
         self.branches = 0 if self.grammar is not None else row_gains.branches  # 0: no search
 
         # Its row.
@@ -160,13 +163,13 @@ class Sequence:
         return rounds - self.arrival_round if self.row < 0 else 0.0
 
     def needs_replay(self, exact: bool) -> bool:
-        """Whether prefill would not reproduce its KV cache, so that its tokens must be replayed step by step.
+        """Whether prefill would not reproduce its state, so that its tokens must be replayed step by step.
 
         `exact`: the engine promises the same bits, which prefill of other chunks would not give.
         """
         length = len(self.prompt)
         alike = self.context_key(length) == self.context_key(length + len(self.generated))
-        return exact or self.row_gains.pruning or self.private_pages or not alike
+        return exact or self.retracted or self.row_gains.pruning or self.private_pages or not alike
 
     @property
     def num_drafted(self) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..request import RequestError
-from .interface import EngineRequest, Grammar
+from .interface import EngineRequest, FreeRun, Grammar
 
 
 class TokenRules(Grammar):
@@ -82,15 +82,13 @@ class TokenRules(Grammar):
         """See `Grammar`."""
         return {} if self.grammar is None else self.grammar.marks()
 
-    def pausing(self) -> np.ndarray | None:
-        """See `Grammar`: the tokens of bad words but their last, and those of the request's grammar."""
+    def free_run(self) -> FreeRun | None:
+        """See `Grammar`: until a token of a bad word but its last, or the end of that of the grammar."""
         if not self._is_usual:
             return None
-        bits = _packed(self._beginnings)
-        if self.grammar is None:
-            return bits
-        pausing = self.grammar.pausing()
-        return None if pausing is None else bits | pausing
+        beginnings = _packed(self._beginnings)
+        run = FreeRun(beginnings) if self.grammar is None else self.grammar.free_run()
+        return None if run is None else run._replace(pausing=beginnings | run.pausing)
 
 
 def _packed(flags: np.ndarray) -> np.ndarray:

@@ -1,5 +1,7 @@
 """Structured output: JSON schemas, regular expressions, choices and grammars, compiled for a tokenizer."""
 
+import bisect
+import copy
 import functools
 import json
 import re
@@ -11,7 +13,7 @@ from typing import Any, NamedTuple
 import llguidance
 import numpy as np
 
-from ..engine.interface import Grammar
+from ..engine.interface import FreeRun, Grammar
 from ..request import RequestError
 from . import grammar_check, schema_check
 from .served_model import ServedModel
@@ -20,7 +22,10 @@ CACHED_GRAMMARS = 64
 # Allowed between the parts of JSON unless a schema says otherwise (`x-guidance`): a line break and indent.
 # Without a bound, some models write line breaks until max_tokens.
 WHITESPACE = r"\n? {0,16}"
+NOT_PLAIN = re.compile(r'["\\\x00-\x1f\x7f]')  # ends or escapes text in a string, or may not be in one
 MARK = re.compile(rb"[ \n\t!-/:-@\[-`{-~]+")  # text of ASCII without letters and digits
+PLAIN_CHARACTERS = 8  # of a token of plain text, at most
+SHORT_RUN, LONG_RUN = 8, 64  # tokens of plain text: fewer are no run, and more are not tried
 NO_TOKEN = "no token may come next, although the text is not complete"
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -40,6 +45,14 @@ class Constraint(NamedTuple):
     markers: tuple[str, ...] = ()  # a text that is free stays so until it comes to one of these
 
 
+class PlainText(NamedTuple):
+    """The tokens of which the contents of strings mostly consist."""
+
+    bits: np.ndarray  # int32 [ceil(vocabulary / 32)], the set
+    filler: int  # the one among them that has the most letters and nothing else; -1 if there is none
+    letters: int  # of the filler
+
+
 class TextGrammar(Grammar):
     """The state of one text in a grammar."""
 
@@ -51,6 +64,7 @@ class TextGrammar(Grammar):
         tokenizer: llguidance.LLTokenizer | None = None,
         pausing: np.ndarray | None = None,
         marks: Mapping[int, bytes] | None = None,
+        plain: PlainText | None = None,
     ) -> None:
         """The state before the first token.
 
@@ -62,11 +76,12 @@ class TextGrammar(Grammar):
             pausing: bits of the tokens with which free text may come to its end (`free_text`); None if the
                 grammar has no free text.
             marks: see `Grammar`; None for none.
+            plain: tokens in which free runs are guessed; None guesses none.
         """
         self.matcher, self.vocabulary, self.name = matcher, vocabulary, name
         self._failure: RequestError | None = None
         self._tokenizer, self._pausing, self._marks = tokenizer, pausing, marks or {}
-        self._allows_free_text = False  # by the last mask
+        self._plain, self._mask = plain, np.zeros(0, np.int32)  # the last mask
 
     @property
     def failure(self) -> RequestError | None:
@@ -83,9 +98,8 @@ class TextGrammar(Grammar):
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.int32)
         self._check()
         words = -(-self.vocabulary // 32)
-        bits = np.pad(bits, (0, max(0, words - len(bits))))[:words]
-        self._allows_free_text = self._pausing is not None and bool((bits | self._pausing == -1).all())
-        return bits
+        self._mask = np.pad(bits, (0, max(0, words - len(bits))))[:words]
+        return self._mask
 
     def accept(self, token: int) -> bool:
         """Advance by a token; False once nothing may follow. Raises as `mask`."""
@@ -97,9 +111,10 @@ class TextGrammar(Grammar):
 
     def copy(self) -> "TextGrammar":
         """See `Grammar`."""
-        return TextGrammar(
-            self.matcher.deep_copy(), self.vocabulary, self.name, self._tokenizer, self._pausing, self._marks
-        )
+        matcher = self.matcher.deep_copy()
+        result = copy.copy(self)
+        result.matcher = matcher
+        return result
 
     def forced(self) -> list[int]:
         """See `Grammar`."""
@@ -110,9 +125,34 @@ class TextGrammar(Grammar):
         """See `Grammar`."""
         return self._marks
 
-    def pausing(self) -> np.ndarray | None:
-        """See `Grammar`: where the text is free, the tokens that `free_text` names."""
-        return self._pausing if self._allows_free_text else None
+    def free_run(self) -> FreeRun | None:
+        """See `Grammar`: free text, or plain text in a string, which a filler stands for."""
+        if self._pausing is not None and (self._mask | self._pausing == -1).all():
+            return FreeRun(self._pausing)
+        plain = self._plain
+        if plain is None or plain.filler < 0 or not (self._mask | ~plain.bits == -1).all():
+            return None
+        tokens = self._run_length(plain)
+        return FreeRun(~plain.bits, tokens) if tokens else None
+
+    def _run_length(self, plain: PlainText) -> int:
+        """Tokens of plain text after which the mask is still the same, as far as it is tried; 0 for few."""
+
+        def holds(tokens: int) -> bool:
+            ahead = self.matcher.deep_copy()
+            fillers = -(-tokens * PLAIN_CHARACTERS // plain.letters)
+            if not ahead.consume_tokens([plain.filler] * fillers) or ahead.is_error() or ahead.is_stopped():
+                return False
+            bits = np.frombuffer(ahead.compute_bitmask(), np.int32)[: len(self._mask)]
+            return np.array_equal(bits, self._mask[: len(bits)])
+
+        if not holds(SHORT_RUN):
+            return 0
+        lengths = range(SHORT_RUN, LONG_RUN + 1)
+        if holds(LONG_RUN):
+            return LONG_RUN
+        # The last that holds: where a string is bounded, none does after the first that does not.
+        return lengths[bisect.bisect_left(lengths, True, key=lambda tokens: not holds(tokens)) - 1]
 
     def _check(self) -> None:
         """Raise RequestError if the matcher has failed, which it says in no other way."""
@@ -149,6 +189,10 @@ class Grammars:
     def _marks(self) -> dict[int, bytes]:
         return marks_of(self._tokenizer, self.model.vocabulary)
 
+    @functools.cached_property
+    def _plain(self) -> PlainText:
+        return plain_text(self._tokenizer, self.model.vocabulary)
+
     @functools.lru_cache  # noqa: B019  (one instance lives as long as the server)
     def _free_text(self, markers: tuple[str, ...]) -> np.ndarray:
         return free_text(self._tokenizer, self.model.vocabulary, markers)
@@ -175,7 +219,13 @@ class Grammars:
                 self._compiled.popitem(last=False)
         pausing = self._free_text(markers) if markers else None
         return TextGrammar(
-            matcher.deep_copy(), self.model.vocabulary, name, self._tokenizer, pausing, self._marks
+            matcher.deep_copy(),
+            self.model.vocabulary,
+            name,
+            self._tokenizer,
+            pausing,
+            self._marks,
+            self._plain,
         )
 
     def _compile(self, name: str, grammar: str) -> Any:
@@ -232,6 +282,27 @@ def marks_of(tokenizer: llguidance.LLTokenizer, vocabulary: int) -> dict[int, by
         if MARK.fullmatch(text) and not tokenizer.is_special_token(token):
             marks[token] = text
     return marks
+
+
+def plain_text(tokenizer: llguidance.LLTokenizer, vocabulary: int) -> PlainText:
+    """The tokens of a few characters that neither end a string of JSON nor escape anything in it.
+
+    Args:
+        tokenizer: the tokenizer of the grammar.
+        vocabulary: number of token ids.
+    """
+    bits, filler, letters = np.zeros(-(-vocabulary // 32) * 32, np.uint8), -1, 0
+    for token in range(min(vocabulary, tokenizer.vocab_size)):
+        data = tokenizer.decode_bytes([token])
+        if tokenizer.is_special_token(token) or not data or not _is_text(data):
+            continue
+        text = data.decode()
+        if len(text) > PLAIN_CHARACTERS or NOT_PLAIN.search(text):
+            continue
+        bits[token] = 1
+        if text.isascii() and text.isalpha() and len(text) > letters:
+            filler, letters = token, len(text)
+    return PlainText(np.packbits(bits, bitorder="little").view(np.int32), filler, letters)
 
 
 def known_tokens(tokenizer_json: str, vocabulary: int) -> str:

@@ -54,6 +54,7 @@ def sequence(prompt: list[int], generated: list[int] | None = None) -> SimpleNam
         num_scheduled=len(tokens),
         num_replay_tokens=len(tokens),
         plan=None,
+        retracted=False,
     )
 
 

@@ -1,5 +1,6 @@
 """Plans are made in threads of their own: a hard grammar delays its own request and no other."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
@@ -7,7 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from entropic_jax.serving.engine.grammar_planner import LONGEST_IDLE, LONGEST_WAIT, THREADS, GrammarPlanner
+from entropic_jax.serving.engine.grammar_planner import (
+    LONGEST_IDLE,
+    LONGEST_WAIT,
+    QUICK,
+    THREADS,
+    GrammarPlanner,
+)
 from entropic_jax.serving.engine.grammars import ALL_TOKENS
 from entropic_jax.serving.engine.interface import Grammar
 from entropic_jax.serving.request import RequestError
@@ -53,6 +60,7 @@ class Broken(Open):
 
 def sequence(row: int, grammar=None, epoch: int = 0) -> SimpleNamespace:
     fields = dict(generated=[], prompt=(1,), num_scheduled=0, num_replay_tokens=0, plan=None, planning=None)
+    fields |= dict(retracted=False, plan_seconds=math.inf)
     return SimpleNamespace(row=row, grammar=grammar, epoch=epoch, **fields)
 
 
@@ -96,6 +104,40 @@ def test_branching_launches_wait_for_every_plan():
     threading.Timer(0.1, hard.gate.set).start()
     plans, late = planner.plans([sequence(0, hard), sequence(1)], False, print)
     assert set(plans) == {0} and not late
+
+
+class Noting(Open):
+    """Notes the threads in which its masks are computed."""
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def mask(self):
+        self.threads.append(threading.get_ident())
+        return ALL_TOKENS
+
+
+def test_quick_plans_of_a_sequence_alone_are_made_here():
+    planner, current = GrammarPlanner(0), threading.get_ident()
+    alone, other = sequence(0, Noting()), sequence(1, Noting())
+    for seconds, decoding, idle, inline in (
+        (math.inf, [alone], True, False),
+        (QUICK, [alone], True, False),
+        (0.0, [alone], True, True),
+        (0.0, [alone, other], True, False),
+        (0.0, [alone], False, False),
+    ):
+        alone.plan_seconds, alone.grammar.threads, alone.plan = seconds, [], None
+        assert set(planner.plans(decoding, idle, print)[0]) == {s.row for s in decoding}
+        assert [thread == current for thread in alone.grammar.threads] == [inline]
+        assert 0 < alone.plan_seconds < math.inf
+
+
+def test_a_grammar_that_breaks_here_ends_its_request():
+    planner, ended, broken = GrammarPlanner(0), [], sequence(0, Broken())
+    broken.plan_seconds = 0.0
+    assert planner.plans([broken], True, lambda *end: ended.append(end)) == ({}, set())
+    assert ended == [(broken, "error", "the grammar is broken")]
 
 
 def test_a_broken_grammar_ends_its_own_request():

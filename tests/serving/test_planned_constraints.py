@@ -8,7 +8,7 @@ import numpy as np
 
 from entropic_jax.sampling.constraints import pauses
 from entropic_jax.serving.engine.grammars import ALL_TOKENS, Plan
-from entropic_jax.serving.engine.interface import EngineRequest, Grammar
+from entropic_jax.serving.engine.interface import EngineRequest, FreeRun, Grammar
 from entropic_jax.serving.engine.planned_constraints import planned_fields
 from entropic_jax.serving.engine.suffix_lookup import LONGEST, continuation
 from entropic_jax.state.constraints import ANYTHING, NOTHING, no_constraints
@@ -38,7 +38,7 @@ def test_plans_are_stated_as_far_as_there_is_room():
     first, second, third = tokens_of(1, 2), tokens_of(40), tokens_of(3)
     plans = {
         0: Plan([first, second, first, third], [1, 40, 2]),  # the third set finds no room
-        1: Plan([ALL_TOKENS, second], [5], pausing=tokens_of(63)),
+        1: Plan([ALL_TOKENS, second], [5], run=FreeRun(tokens_of(63))),
         3: Plan([tokens_of(7)], []),
     }
     fields = planned_fields(plans, blank)
@@ -60,7 +60,7 @@ def test_a_row_pauses_at_a_token_after_which_no_mask_is_known():
     blank = no_constraints(2, SMALL, positions=3, num_sets=9)
     plans = {
         0: Plan([ALL_TOKENS] * 2, [5]),
-        1: Plan([ALL_TOKENS] * 2, [6], pausing=tokens_of(63)),
+        1: Plan([ALL_TOKENS] * 2, [6], run=FreeRun(tokens_of(63))),
     }
     constraints = blank._replace(**planned_fields(plans, blank), start=jnp.array([10, 20]))
     for offset, tokens, expected in (
@@ -126,10 +126,11 @@ class FreeUntil(Planned):
             return True
         return super().accept(token)
 
-    def pausing(self) -> np.ndarray | None:
+    def free_run(self) -> FreeRun | None:
         bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
         bits[::4] = 1
-        return None if self.begun or not self.guess else np.packbits(bits, bitorder="little").view(np.int32)
+        pausing = np.packbits(bits, bitorder="little").view(np.int32)
+        return None if self.begun or not self.guess else FreeRun(pausing)
 
 
 HELD = (WARM, dict(temperature=0.0), dict(**WARM, logit_bias={8: 9.0, 9: 9.0}, logprobs=2))

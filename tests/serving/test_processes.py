@@ -97,11 +97,12 @@ def tokens_of(
     ("preset", "processes", "devices"), [("full-lossy", 2, 1), ("meso", 2, 1), ("off", 4, 1)]
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
+    stated = {"preset": preset} | ({"num_speculative_tokens": 3} if preset == "meso" else {})
     for name in ("alone", "together"):
         (tmp_path / name).mkdir()
     total = processes * devices
-    alone = tokens_of(divisible, 1, total, environment, tmp_path / "alone", preset=preset)
-    several = tokens_of(divisible, processes, devices, environment, tmp_path / "together", preset=preset)
+    alone = tokens_of(divisible, 1, total, environment, tmp_path / "alone", **stated)
+    several = tokens_of(divisible, processes, devices, environment, tmp_path / "together", **stated)
     assert several["tokens"] == alone["tokens"] and [len(t) for t in alone["tokens"]] == [40] * 3
     assert several["devices"] == total
     assert alone["share_read"] == 1 and 1 / processes <= several["share_read"] < 1.1 / processes

@@ -13,6 +13,7 @@ from tests.serving.test_engine import collect, engine_request, model, prompt  # 
 from tests.serving.test_engine_warmup import until
 
 OPTIONS = dict(max_num_seqs=16, max_model_len=128, block_size=4, max_steps=4, speculate="suffix")
+OPTIONS |= dict(num_speculative_tokens=3)
 
 
 def decode(width: int, drafts: bool = False) -> tuple:

@@ -210,19 +210,19 @@ def test_free_text_stays_free_until_a_token_of_the_set(served, tokenizer, form, 
     text.mask()
     if reasoning is False:  # it begins with a thought, or with text that is none
         text.accept(served.tokenizer.encode("x", special=False)[0])
-    elif text.pausing() is None:  # a call may come, so the first token decides
+    elif text.free_run() is None:  # a call may come, so the first token decides
         text.accept(int(free[0]))
     mask = text.mask()
     partial = [token for token in free if b"<" in tokenizer.decode_bytes([int(token)])]
     for token in [*draw.choice(free, 60), *draw.choice(partial, 10)]:
-        assert (text.pausing() == pausing).all()
+        assert (text.free_run().pausing == pausing).all() and text.free_run().tokens is None
         assert text.accept(int(token))
         assert (text.mask() == mask).all()
     if reasoning is None and form.marker:
         for token in served.tokenizer.encode(form.marker + form.before[len(form.marker) :], special=False):
             text.accept(token)
         text.mask()
-        assert text.pausing() is None
+        assert text.free_run() is None
 
 
 @pytest.fixture(scope="module")

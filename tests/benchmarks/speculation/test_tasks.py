@@ -189,7 +189,7 @@ def test_tables_are_made_of_stored_results():
 
 
 @pytest.mark.slow
-def test_a_quick_run_ends_well(tmp_path):
+def test_a_quick_run_ends_well(tmp_path, shallow):
     """Both parts, through the command; the stored results print the same tables."""
     command = [sys.executable, "-m", "benchmarks.speculation.tasks"]
 
@@ -201,7 +201,7 @@ def test_a_quick_run_ends_well(tmp_path):
         return done.stdout
 
     file = tmp_path / "tasks.json"
-    assert "Edits of given code" in run("--quick", "--output", str(file))
+    assert "Edits of given code" in run("--quick", "--model", str(shallow), "--output", str(file))
     assert "JSON by schema" in run("--show", str(file))
     results = json.loads(file.read_text("utf-8"))
     assert {entry["kind"] for entry in results["edits"]} == {*edits.KINDS}

@@ -1,0 +1,204 @@
+"""Free runs: how far a mask holds in strings of JSON, and that a wrong guess changes no text."""
+
+import copy
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entropic_jax import models
+from entropic_jax.sampling.constraints import pauses
+from entropic_jax.serving.engine.grammars import Plan, accept
+from entropic_jax.serving.engine.interface import FreeRun, Grammar
+from entropic_jax.serving.engine.launch_costs import LaunchCosts
+from entropic_jax.serving.engine.planned_constraints import LONGEST_RUN, planned_fields
+from entropic_jax.serving.http.grammar import LONG_RUN, PLAIN_CHARACTERS, Grammars, TextGrammar, from_schema
+from entropic_jax.serving.http.served_model import describe
+from entropic_jax.serving.options.model import EMBEDDED
+from entropic_jax.state.constraints import ANYTHING, NOTHING, no_constraints
+from tests.serving.test_engine import (  # noqa: F401  (fixtures)
+    VOCABULARY,
+    WARM,
+    engine_of,
+    engine_request,
+    exact,
+    model,
+    prompt,
+    run,
+)
+from tests.serving.test_planned_constraints import SMALL, tokens_of
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = models.Tokenizer.from_directory(EMBEDDED)
+    config = models.Config(
+        architecture="LlamaForCausalLM",
+        vocab_size=4096,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        eos_token_id=(1,),
+    )
+    return describe(models.Model(config, {}, tokenizer, {}), "model", ("m",), 2048)
+
+
+def after(served, schema: dict, text: str) -> TextGrammar:
+    """The grammar of a schema after a text, with the mask of its next token."""
+    grammar = Grammars(served, 65536).compile("schema", from_schema("schema", schema))
+    for token in served.encode(text, special=False):
+        assert grammar.accept(token)
+    grammar.mask()
+    return grammar
+
+
+def contains(bits: np.ndarray, token: int) -> bool:
+    return bool(bits[token // 32] >> (token % 32) & 1)
+
+
+def of(**fields) -> dict:
+    return {"type": "object", "properties": {"name": fields}, "required": ["name"]}
+
+
+def test_text_in_a_string_is_a_run(served):
+    grammar = after(served, of(type="string"), '{"name": "Marta')
+    run = grammar.free_run()
+    assert run.tokens == LONG_RUN
+    encode = lambda text: served.encode(text, special=False)
+    mask = grammar.mask()
+    for token in encode(" Lind is here, isn't she? Afraid: (no) [1] {2}; end")[:LONG_RUN]:
+        text = served.tokenizer.backend.decode([token])
+        assert contains(run.pausing, token) == (len(text) > PLAIN_CHARACTERS)
+        grammar.accept(token)
+        assert (grammar.mask() == mask).all()
+    for text in ('"', "\\", "\n", "Ä"):  # the last in parts
+        assert any(contains(run.pausing, token) for token in encode(text))
+
+
+@pytest.mark.parametrize("longest", [100, 300])
+def test_a_bounded_string_is_a_run_while_its_bound_is_far(served, longest):
+    """After as many tokens of the greatest length the mask is the same."""
+    grammar = after(served, of(type="string", maxLength=longest), '{"name": "')
+    run, mask = grammar.free_run(), grammar.mask()
+    if run is None:
+        assert longest == 100
+        return
+    assert 0 < run.tokens * PLAIN_CHARACTERS < longest
+    for token in served.encode("abcdefgh" * run.tokens, special=False):
+        grammar.accept(token)
+    assert (grammar.mask() == mask).all()
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (dict(type="string", maxLength=20), '{"name": "'),
+        (dict(enum=["Marta", "Martin"]), '{"name": "Mar'),
+        (dict(type="integer"), '{"name": 1'),
+        (dict(type="string", pattern="^[a-z]+$"), '{"name": "a'),
+        (dict(type="string"), '{"na'),
+        (dict(type="string"), '{"name"'),
+    ],
+)
+def test_elsewhere_there_is_none(served, fields, text):
+    assert after(served, of(**fields), text).free_run() is None
+
+
+def test_a_guess_is_stated_up_to_its_end():
+    blank = no_constraints(3, SMALL, positions=6, num_sets=9)
+    mask, pausing = tokens_of(1, 2), tokens_of(40)
+    plans = {
+        0: Plan([mask], [], FreeRun(pausing, 2)),
+        1: Plan([tokens_of(5), mask], [5], FreeRun(pausing, 2)),
+        2: Plan([mask], [], FreeRun(pausing, 50)),  # no more than there are positions
+    }
+    fields = planned_fields(plans, blank)
+    assert fields["expected"].tolist() == [
+        [ANYTHING, ANYTHING, *[NOTHING] * 4],
+        [5, ANYTHING, ANYTHING, *[NOTHING] * 3],
+        [*[ANYTHING] * 5, NOTHING],
+    ]
+    constraints = blank._replace(**fields, start=jnp.zeros(3, jnp.int32))
+    for position, expected in ((0, [False, True, False]), (3, [True, True, False]), (9, [True, True, True])):
+        assert pauses(constraints, jnp.full(3, 1), jnp.full(3, position)).tolist() == expected
+    assert pauses(constraints, jnp.full(3, 40), jnp.zeros(3, jnp.int32)).all()
+
+
+class Changing(Grammar):
+    """Even tokens until `until` of them, then odd ones. Guesses more, or nothing."""
+
+    failure = None
+
+    def __init__(self, until: int, guess: int) -> None:
+        self.until, self.guess, self.count = until, guess, 0
+
+    def mask(self) -> np.ndarray:
+        bits = np.zeros(-(-VOCABULARY // 32) * 32, np.uint8)
+        bits[int(self.count >= self.until) : VOCABULARY : 2] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def accept(self, token: int) -> bool:
+        assert token % 2 == (self.count >= self.until)
+        self.count += 1
+        return True
+
+    def copy(self) -> "Changing":
+        return copy.copy(self)
+
+    def free_run(self) -> FreeRun | None:
+        return FreeRun(np.zeros(-(-VOCABULARY // 32), np.int32), self.guess) if self.guess else None
+
+
+def test_tokens_under_a_wrong_mask_are_not_accepted():
+    grammar = Changing(3, 8)
+    plan = Plan([grammar.mask()], [], grammar.free_run())
+    assert accept(plan, 0, grammar, [2, 4, 6, 8, 10]).tokens == [2, 4, 6]
+    assert grammar.count == 3
+    grammar = Changing(3, 8)
+    assert accept(plan, 0, grammar, [2, 4, 6]).tokens == [2, 4, 6]
+    # Masks that were planned are not compared, and those of a plan are certain up to its first guess.
+    assert accept(None, 3, grammar, [1]).tokens == [1]
+
+
+HELD = (dict(WARM), dict(temperature=0.0), dict(**WARM, logprobs=2), dict(**WARM, repetition_penalty=1.3))
+
+
+def held(guess: int) -> list:
+    requests = [
+        engine_request(
+            f"{i}", prompt(11 + i, i), seed=i, max_tokens=26, grammar=Changing(3 + 4 * i, guess), **fields
+        )
+        for i, fields in enumerate(HELD)
+    ]
+    return [*requests, engine_request("free", prompt(30), seed=4, max_tokens=40, **WARM)]
+
+
+def texts(engine, guess: int) -> list:
+    return [(tokens, last.finish_reason, last.usage) for tokens, last in run(engine, *held(guess))]
+
+
+def test_wrong_guesses_change_no_text(exact):  # noqa: F811
+    expected = texts(exact, 0)
+    for guess in (3, LONGEST_RUN):
+        assert texts(exact, guess) == expected
+
+
+@pytest.mark.slow
+def test_wrong_guesses_change_no_text_of_drafts(model):  # noqa: F811
+    for engine in engine_of(model, batch_invariant=False, preset="meso", num_speculative_tokens=3):
+        expected = texts(engine, 0)
+        for guess in (3, LONGEST_RUN):
+            assert texts(engine, guess) == expected
+
+
+def test_runs_take_fewer_launches(exact, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(LaunchCosts, "rates", lambda self, forecast, width, most, flag: np.arange(most))
+    monkeypatch.setattr(LaunchCosts, "step_seconds", lambda *_: 1e-4)
+    launches = []
+    for guess in (0, 20):
+        before = exact.programs.launches
+        run(exact, engine_request("x", prompt(9), max_tokens=40, grammar=Changing(99, guess), **WARM))
+        launches.append(exact.programs.launches - before)
+    assert launches[1] < 0.5 * launches[0]
