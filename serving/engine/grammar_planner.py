@@ -18,9 +18,7 @@ from .thread_priority import be_nice
 
 # Seconds that a launch waits for plans: beside others that can run, and where nothing else can.
 LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02
-QUICK = (
-    0.001  # seconds of the last plan of a sequence, below which the next may be made in the engine's thread
-)
+QUICK = 0.002  # seconds of a sequence's plans, below which the engine's thread may make the next
 THREADS = 4  # plans that are made at a time, so that a few hard grammars do not delay the easy ones
 NICE = 10  # added to the niceness of these threads: a late plan runs beside launches
 
@@ -85,8 +83,8 @@ class GrammarPlanner:
     def _plan(self, sequence: Sequence) -> Plan:
         assert sequence.grammar is not None
         begin = time.perf_counter()
-        result = plan(sequence, sequence.grammar, self.most)
-        sequence.plan_seconds = time.perf_counter() - begin
+        result = plan(sequence, sequence.grammar, self.most, sequence.plan_seconds < QUICK)
+        sequence.note_planning(time.perf_counter() - begin)
         return result
 
     def _wait(self, new: "list[Future[Plan]]", under_way: "list[Future[Plan]]", alone: bool) -> None:

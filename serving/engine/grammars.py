@@ -39,7 +39,7 @@ class Plan(NamedTuple):
         return self.run is not None and self.run.tokens is not None
 
 
-def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
+def plan(sequence: Sequence, grammar: Grammar, most: int, guesses: bool = True) -> Plan:
     """Plans the next tokens of a constrained sequence: their masks and a guess of each token.
 
     Tokens to be replayed are expected as they are. Then come those that the grammar forces, or that
@@ -50,30 +50,35 @@ def plan(sequence: Sequence, grammar: Grammar, most: int) -> Plan:
         sequence: with a row.
         grammar: the grammar of the sequence; it stays where it is.
         most: tokens expected, at most.
+        guesses: whether masks may be guessed to hold, to be compared where tokens are collected: they must be
+            quick to compute.
     """
     replay = sequence.generated[sequence.num_scheduled : sequence.num_replay_tokens][: most + 1]
     if replay:
         return Plan([ALL_TOKENS] * len(replay), replay[:-1])
     result = _rest(sequence.plan, sequence.generated)
     if result is None:
-        result = Plan([_bits(grammar.mask())], [], _run(sequence, grammar), len(sequence.generated))
+        mask = _bits(grammar.mask())
+        result = Plan([mask], [], _run(sequence, grammar, guesses), len(sequence.generated))
     if most and not result.tokens and result.run is None:
         ahead = grammar.copy() if result.ahead is None else result.ahead
         if ahead is not None:
-            result = _extended(result, sequence, ahead, most)
+            result = _extended(result, sequence, ahead, most, guesses)
     sequence.plan = result
     return result
 
 
-def _run(sequence: Sequence, grammar: Grammar) -> FreeRun | None:
+def _run(sequence: Sequence, grammar: Grammar, guesses: bool) -> FreeRun | None:
     """The free run that begins at the state of a grammar; no guess once one was wrong.
 
     Args:
         sequence: whose text it would continue.
         grammar: a state of its grammar, whose mask was the last thing asked for.
+        guesses: as for `plan`.
     """
     run = grammar.free_run()
-    return None if run is not None and run.tokens is not None and sequence.retracted else run
+    is_guess = run is not None and run.tokens is not None
+    return None if is_guess and (sequence.retracted or not guesses) else run
 
 
 def _rest(plan: Plan | None, generated: list[int]) -> Plan | None:
@@ -87,7 +92,7 @@ def _rest(plan: Plan | None, generated: list[int]) -> Plan | None:
     return plan._replace(masks=plan.masks[count:], tokens=plan.tokens[count:], begin=len(generated))
 
 
-def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Plan:
+def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int, guesses: bool) -> Plan:
     """A plan without tokens, with those that are likely to come.
 
     Args:
@@ -95,6 +100,7 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
         sequence: whose text it continues.
         ahead: state of the grammar at this position; it is advanced by the tokens.
         most: tokens, at most.
+        guesses: as for `plan`.
     """
     masks, tokens = list(result.masks), []
     text = [*sequence.prompt, *sequence.generated][-SEARCHED:]
@@ -112,7 +118,7 @@ def _extended(result: Plan, sequence: Sequence, ahead: Grammar, most: int) -> Pl
             masks.append(mask)
             tokens.append(token)
             text.append(token)
-        run = _run(sequence, ahead) if len(tokens) > count else None
+        run = _run(sequence, ahead, guesses) if len(tokens) > count else None
         if len(tokens) == count or run is not None:
             return result._replace(masks=masks, tokens=tokens, run=run, ahead=ahead)
     return result._replace(masks=masks, tokens=tokens, ahead=ahead)
@@ -210,6 +216,7 @@ def accept(plan: Plan | None, begin: int, grammar: Grammar, tokens: list[int]) -
         tokens: sampled last.
     """
     certain = len(tokens) if plan is None or not plan.guesses else plan.begin + len(plan.tokens) + 1 - begin
+    number = 0
     try:
         for number, token in enumerate(tokens):
             if plan is not None and number >= certain and not _holds(plan.masks[-1], grammar):
@@ -217,7 +224,7 @@ def accept(plan: Plan | None, begin: int, grammar: Grammar, tokens: list[int]) -
             if not grammar.accept(token):
                 return Accepted(tokens, is_end=True)
     except Exception as error:
-        return Accepted(tokens, error=error)
+        return Accepted(tokens[: max(number, certain)], error=error)
     return Accepted(tokens)
 
 

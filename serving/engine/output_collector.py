@@ -188,7 +188,10 @@ def _accept(sequence: Sequence, tokens: list[int]) -> Accepted:
     """The tokens drawn last, as far as the grammar of their sequence takes them."""
     if sequence.grammar is None:
         return Accepted(tokens)
-    return accept(sequence.plan, len(sequence.generated), sequence.grammar, tokens)
+    begin = time.perf_counter()
+    accepted = accept(sequence.plan, len(sequence.generated), sequence.grammar, tokens)
+    sequence.note_planning(time.perf_counter() - begin)
+    return accepted
 
 
 def _skip_replayed(sequence: Sequence, count: int) -> int:

@@ -17,6 +17,7 @@ from .row_controllers import RowGains
 
 # Cost of prefilling one token relative to decoding one: a decode step reads all weights for one token a row.
 PREFILL_TOKEN_COST = 0.25
+SLOWNESS_KEPT = 0.8  # of the seconds of a slow plan, with each later one
 WAITING, PREFILL, DECODE, ENDED = "waiting", "prefill", "decode", "ended"
 ENTROPY, TEMPERATURE, KEPT, TIME, COST, DRAFTED, ACCEPTED = (
     TRACE_FIELDS.index(name)
@@ -83,7 +84,7 @@ class Sequence:
         self.grammar = engine_request.grammar if grammar is None else grammar
         self.plan: Any = None  # the `grammars.Plan` made last
         self.planning: Any = None  # the `grammar_planner.Planning` that is under way
-        self.plan_seconds = math.inf  # that its last plan took
+        self.plan_seconds = math.inf  # that its recent plans took, at most
         self.retracted = False  # tokens were drawn under a guessed mask that was wrong, and drawn again
         self.branches = 0 if self.grammar is not None else row_gains.branches  # 0: no search
 
@@ -170,6 +171,11 @@ class Sequence:
         length = len(self.prompt)
         alike = self.context_key(length) == self.context_key(length + len(self.generated))
         return exact or self.retracted or self.row_gains.pruning or self.private_pages or not alike
+
+    def note_planning(self, seconds: float) -> None:
+        """Take note of the seconds that a plan, or its check, took; a slow one counts for some time."""
+        before = 0.0 if math.isinf(self.plan_seconds) else self.plan_seconds
+        self.plan_seconds = max(seconds, SLOWNESS_KEPT * before)
 
     @property
     def num_drafted(self) -> int:

@@ -8,10 +8,12 @@ import pytest
 
 from entropic_jax import models
 from entropic_jax.sampling.constraints import pauses
-from entropic_jax.serving.engine.grammars import Plan, accept
+from entropic_jax.serving.engine import grammar_planner
+from entropic_jax.serving.engine.grammars import Plan, accept, plan
 from entropic_jax.serving.engine.interface import FreeRun, Grammar
 from entropic_jax.serving.engine.launch_costs import LaunchCosts
 from entropic_jax.serving.engine.planned_constraints import LONGEST_RUN, planned_fields
+from entropic_jax.serving.engine.sequence import Sequence
 from entropic_jax.serving.http.grammar import LONG_RUN, PLAIN_CHARACTERS, Grammars, TextGrammar, from_schema
 from entropic_jax.serving.http.served_model import describe
 from entropic_jax.serving.options.model import EMBEDDED
@@ -26,7 +28,14 @@ from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     prompt,
     run,
 )
+from tests.serving.test_grammar_guesses import sequence
 from tests.serving.test_planned_constraints import SMALL, tokens_of
+
+
+@pytest.fixture(autouse=True)
+def plans_are_quick(monkeypatch) -> None:
+    """Guess also on a machine that has other work."""
+    monkeypatch.setattr(grammar_planner, "QUICK", 1e9)
 
 
 @pytest.fixture(scope="module")
@@ -153,11 +162,11 @@ class Changing(Grammar):
 
 def test_tokens_under_a_wrong_mask_are_not_accepted():
     grammar = Changing(3, 8)
-    plan = Plan([grammar.mask()], [], grammar.free_run())
-    assert accept(plan, 0, grammar, [2, 4, 6, 8, 10]).tokens == [2, 4, 6]
+    guessed = Plan([grammar.mask()], [], grammar.free_run())
+    assert accept(guessed, 0, grammar, [2, 4, 6, 8, 10]).tokens == [2, 4, 6]
     assert grammar.count == 3
     grammar = Changing(3, 8)
-    assert accept(plan, 0, grammar, [2, 4, 6]).tokens == [2, 4, 6]
+    assert accept(guessed, 0, grammar, [2, 4, 6]).tokens == [2, 4, 6]
     # Masks that were planned are not compared, and those of a plan are certain up to its first guess.
     assert accept(None, 3, grammar, [1]).tokens == [1]
 
@@ -202,3 +211,32 @@ def test_runs_take_fewer_launches(exact, monkeypatch):  # noqa: F811
         run(exact, engine_request("x", prompt(9), max_tokens=40, grammar=Changing(99, guess), **WARM))
         launches.append(exact.programs.launches - before)
     assert launches[1] < 0.5 * launches[0]
+
+
+def test_tokens_before_a_mask_that_fails_are_kept():
+    grammar = Changing(99, 8)
+    guessed = Plan([grammar.mask()], [], grammar.free_run())
+    grammar.mask = lambda: None if grammar.count < 2 else 1 / 0  # type: ignore[method-assign]
+    accepted = accept(guessed._replace(tokens=[2]), 0, grammar, [2, 4, 6, 8])
+    assert accepted.tokens == [2, 4] and isinstance(accepted.error, ZeroDivisionError)
+
+
+def test_nothing_is_guessed_while_plans_take_long_or_after_a_wrong_guess():
+    guess = lambda text, **options: plan(text, Changing(9, 8), 3, **options).run
+    run = guess(sequence([5, 6]))
+    assert run is not None and run.tokens == 8
+    assert guess(sequence([5, 6]), guesses=False) is None
+    retracted = sequence([5, 6])
+    retracted.retracted = True
+    assert guess(retracted) is None
+
+
+def test_a_slow_plan_counts_for_some_time():
+    text = Sequence.__new__(Sequence)
+    text.plan_seconds = float("inf")
+    text.note_planning(0.001)
+    assert text.plan_seconds == 0.001
+    text.note_planning(1.0)
+    for _ in range(4):
+        text.note_planning(0.001)
+    assert 0.3 < text.plan_seconds < 0.5

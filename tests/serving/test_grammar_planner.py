@@ -61,7 +61,9 @@ class Broken(Open):
 def sequence(row: int, grammar=None, epoch: int = 0) -> SimpleNamespace:
     fields = dict(generated=[], prompt=(1,), num_scheduled=0, num_replay_tokens=0, plan=None, planning=None)
     fields |= dict(retracted=False, plan_seconds=math.inf)
-    return SimpleNamespace(row=row, grammar=grammar, epoch=epoch, **fields)
+    result = SimpleNamespace(row=row, grammar=grammar, epoch=epoch, **fields)
+    result.note_planning = lambda seconds: setattr(result, "plan_seconds", seconds)
+    return result
 
 
 def test_a_late_plan_holds_its_row_and_no_other():
