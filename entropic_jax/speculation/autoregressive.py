@@ -11,7 +11,8 @@ probability P that one is accepted:
 
 One more token of a row is drafted if Π P(accepted so far) · P > λ (c_draft + Δc_verify) / rows. A draft step
 costs nearly as much for a few rows as for all, so there is none unless Σ Π P(accepted so far) · P, over the
-rows that go on, exceeds λ times its cost. Nothing is drafted where n = 0 is best.
+rows that go on, exceeds λ times its cost. Nothing is drafted where n = 0 is best; where another n is, a first
+token is drafted in any case.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -111,7 +112,8 @@ class AutoregressiveDrafter:
         going = batch.active & (max_drafts > 0) & (state.length >= self.shortest_context)
         stopping = self.stopping(going, state.length, shift)
         least = stopping.least_reach(going, state.length)
-        going &= least[0] <= 1
+        # Where drafting pays at all, it begins: the first token need not pay for what any draft costs.
+        going &= jnp.isfinite(least[0])
         drafted = Draft(jnp.zeros((rows, k), jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, k)))
 
         def body(carry: Any) -> Any:

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from entropic_jax import allocate, chain, generate, start
 from entropic_jax.phases.batch import Batch
-from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, pruned_drafter
+from entropic_jax.speculation import Cascade, Draft, DraftLength, PassCosts, Speculator, pruned_drafter
 from entropic_jax.speculation.draft_length import correct
 from entropic_jax.speculation.drafter import DraftRecord
 from entropic_jax.state import State
 from entropic_jax.state.pytree import STATIC, pytree
+from tests import tiny
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -54,6 +56,29 @@ def test_at_the_mean_acceptance_the_length_is_the_one_of_the_best_rate(length):
     while number < 7 and mean**number >= reach[number]:
         number += 1
     assert rates[number] == pytest.approx(max(rates), rel=0.02)
+
+
+@pytest.mark.parametrize(("costs", "drafts"), [((1.0, 1.6, 1.65, 1.7), True), ((1.0, 1.8, 3.0, 5.0), False)])
+def test_a_first_token_need_not_pay_for_what_any_draft_costs(costs, drafts):
+    """A pass with drafts costs much more than one without, and each further token little."""
+    drafter = pruned_drafter(law=law(costs, (0.0,) * 4), step_costs=(0.3, 0.0), shortest_context=0)
+    reach = least(drafter, 30)
+    assert reach[0] > 1 and np.isfinite(reach[0]) == drafts and (reach[1] < 1) == drafts
+    subject, speculation = tiny.model(), Speculator(drafter, drafter.law)
+    state = start(
+        subject.decoder,
+        subject.params,
+        chain(),
+        allocate(subject.decoder.shape, 1, 64, page_size=8),
+        [list(range(5, 35))],
+        key=jax.random.key(0),
+        max_tokens=4,
+        speculator=speculation,
+    )
+    _, trace = generate(
+        subject.decoder, subject.params, chain(), state, 1, capacity=1, speculator=speculation
+    )
+    assert (int(trace.num_drafted.sum()) > 0) == drafts
 
 
 def test_rows_whose_drafts_fail_draft_less():

@@ -1,13 +1,14 @@
 """Requests for structured output, as clients state them: JSON by schema, and calls of a forced tool.
 
 Strings, arrays and numbers have bounds, so that the texts of a model that was not trained for this end, too.
+Most clients state no bounds of strings, so that JSON is also asked for without these.
 """
 
 import json
 from typing import Any, NamedTuple
 
-SCHEMA, TOOL = "JSON by schema", "tool call"
-KINDS = (SCHEMA, TOOL)
+SCHEMA, UNBOUNDED, TOOL = "JSON by schema", "JSON, strings without bounds", "tool call"
+KINDS = (SCHEMA, UNBOUNDED, TOOL)
 TEMPERATURE = 0.7
 MOST_TOKENS = 768  # of an answer
 
@@ -215,15 +216,23 @@ QUESTIONS = {
 }
 
 
+def unbounded(schema: Any) -> Any:
+    """A schema, or a part of one, without the bounds of its strings."""
+    if isinstance(schema, dict):
+        return {key: unbounded(value) for key, value in schema.items() if key != "maxLength"}
+    return [unbounded(value) for value in schema] if isinstance(schema, list) else schema
+
+
 def structured_tasks() -> list[StructuredTask]:
-    """The tasks of both kinds."""
+    """The tasks of all kinds."""
     tasks = []
-    for name, schema in SCHEMAS.items():
-        shown = json.dumps(schema)
-        system = f"Extract what the text says, as JSON that satisfies this schema: {shown}"
-        form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
-        body = {"messages": messages(system, TEXTS[name]), "response_format": form}
-        tasks.append(StructuredTask(SCHEMA, name, body))
+    for kind, schemas in ((SCHEMA, SCHEMAS), (UNBOUNDED, unbounded(SCHEMAS))):
+        for name, schema in schemas.items():
+            shown = json.dumps(schema)
+            system = f"Extract what the text says, as JSON that satisfies this schema: {shown}"
+            form = {"type": "json_schema", "json_schema": {"name": name, "schema": schema}}
+            body = {"messages": messages(system, TEXTS[name]), "response_format": form}
+            tasks.append(StructuredTask(kind, name, body))
     for name, question in QUESTIONS.items():
         choice = {"type": "function", "function": {"name": name}}
         body = {"messages": messages("Answer by calling a function.", question), "tools": [*TOOLS]}

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.harness.paths import ROOT
 from benchmarks.harness.tables import markdown
 from benchmarks.speculation import measure as decoding
-from benchmarks.speculation.tasks import edits, report
+from benchmarks.speculation.tasks import edits, report, schemas
 from benchmarks.speculation.tasks.imposed import Unaware, impose, unaware
 from benchmarks.speculation.workload import loops
 from entropic_jax.serving.options import draft_model
@@ -209,9 +209,19 @@ def test_a_quick_run_ends_well(tmp_path, shallow):
         assert {*entry["arms"]} == {"off", "suffix", "auto"}
         assert all(arm["equal"] == arm["tokens"] == entry["answer"] for arm in entry["arms"].values())
     assert {(entry["kind"], entry["rows"]) for entry in results["structured"]} == {
-        (kind, rows) for kind in ("JSON by schema", "tool call") for rows in (1, 2)
+        (kind, rows) for kind in schemas.KINDS for rows in (1, 2)
     }
     for entry in results["structured"]:
         assert entry["equal"] == entry["texts"] > 0
         assert 0 <= entry["ended"] <= entry["texts"]  # a short text may come to its limit
         assert np.ravel(entry["rounds"]["auto"]).min() > 0
+
+
+def test_strings_without_bounds_have_the_schemas_of_the_others():
+    tasks = schemas.structured_tasks()
+    of_kind = {kind: {task.name: task for task in tasks if task.kind == kind} for kind in schemas.KINDS}
+    bounded, unbounded = of_kind[schemas.SCHEMA], of_kind[schemas.UNBOUNDED]
+    assert [*bounded] == [*unbounded] and len(of_kind[schemas.TOOL]) == len(schemas.TOOLS)
+    for name, task in bounded.items():
+        assert '"maxLength"' in json.dumps(task.body) and "maxLength" not in json.dumps(unbounded[name].body)
+        assert schemas.unbounded(task.body["response_format"]) == unbounded[name].body["response_format"]
