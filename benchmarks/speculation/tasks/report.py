@@ -6,6 +6,7 @@ from typing import Any
 from ...harness.provenance import stamp
 from ...harness.tables import Table
 from ..report import ARM_HEADER, MEASURED_CODE, arm_columns, pass_columns, spread
+from .schemas import UNBOUNDED
 
 CELL = ("kind", "context", "temperature")
 ALL = "all"  # the tasks of a kind together
@@ -115,8 +116,11 @@ def notes(results: dict[str, Any]) -> list[str]:
         "JSON and tool calls: texts of the model at T 0.7, as far as the grammar leaves it a choice. Both "
         "engines take turns, round by round; the prompts, which show the schema or the tools, are in the "
         "prefix cache. *at once* 1: each request begins when the one before it has ended; *all*: the tasks "
-        "of a kind together. *complete*: the text ended before its limit of tokens. *strings without "
-        "bounds*: the same schemas without the longest lengths of strings, as most clients state them. "
-        "Target: 1.5."
+        "of a kind together. *complete*: the text ended before its limit of tokens. Target: 1.5."
     )
+    if any(cell["kind"] == UNBOUNDED for cell in results.get("structured", ())):
+        structured += (
+            " *strings without bounds*: the same schemas without the longest lengths of strings, as most "
+            "clients state them."
+        )
     return [f"{machine}; model {results['model']}, {results['dtype']}.", imposed, edits, structured]
