@@ -77,7 +77,9 @@ def emitting_launches(
     return passes, steps
 
 
-def _launch(advance: Callable[[Any, State], tuple[State, Trace]], params: Any, state: State) -> Any:
+def _launch(
+    advance: Callable[[Any, State], tuple[State, Trace]], params: Any, state: State
+) -> Callable[[], int]:
     """A function that runs a launch, waits for it, and returns the number of its passes or steps.
 
     Args:

@@ -30,6 +30,9 @@ class PromptToken(NamedTuple):
     top: tuple[Alternative, ...] = ()
 
 
+LONGEST_FREE_RUN = 64  # tokens for which a guess is used, at most
+
+
 class FreeRun(NamedTuple):
     """A stretch of text in which a mask stays as it is, for certain or by a guess."""
 

@@ -95,25 +95,25 @@ def _until(chance: float, number: np.ndarray) -> np.ndarray:
 
 
 class LaunchTimes:
-    """Seconds of a program's launches by their steps: a line through the recent ones."""
+    """Seconds of launches by how many steps, or drafted tokens, they have: a line through the recent ones."""
 
     def __init__(self, launch_seconds: float = LAUNCH_SECONDS) -> None:
         """Start without a launch.
 
         Args:
-            launch_seconds: what a launch takes without its steps, until launches of several lengths tell it.
+            launch_seconds: what a launch takes without any, until launches with other numbers tell it.
         """
         self._launch_seconds = launch_seconds
         self._sums = np.zeros(5)  # of weights, steps, their squares, seconds, and steps times seconds
 
     def record(self, steps: float, seconds: float) -> None:
-        """Note what a launch took."""
+        """Note what a launch of so many steps, or drafted tokens, took."""
         self._sums *= KEPT
         self._sums += 1, steps, steps * steps, seconds, steps * seconds
 
     @property
     def line(self) -> tuple[float, float]:
-        """Seconds of a launch without its steps, and of a step."""
+        """Seconds of a launch without any of them, and of each."""
         weight = self._sums[0]
         steps, squares, seconds, products = (self._sums[1:] / weight).tolist()
         variance = squares - steps * steps

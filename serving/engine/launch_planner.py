@@ -17,9 +17,10 @@ from ..request import Request
 from .device_state import DecodeOutput
 from .draft_choice import LONGEST_WAIT, TRIAL_STEPS, DraftChoice
 from .grammars import Plan
+from .interface import LONGEST_FREE_RUN
 from .launch_costs import LAUNCH_SECONDS, LaunchCosts, MeasuredLaunch, forecast
 from .options import Sizes
-from .planned_constraints import LONGEST_RUN, SETS_PER_ROW, planned_fields
+from .planned_constraints import SETS_PER_ROW, planned_fields
 from .prefill_planner import PrefillPlanner, ScheduledChunk, prefill_key
 from .program_shapes import DecodeProgram
 from .programs import Programs
@@ -77,7 +78,7 @@ class LaunchPlanner:
         self.report_logprobs = np.zeros(sizes.rows, bool)
         self.drafts = np.zeros(sizes.rows, bool)
         planned = sizes.shapes.planned_tokens
-        positions = 1 + max(planned, LONGEST_RUN) if planned else 1
+        positions = 1 + max(planned, LONGEST_FREE_RUN) if planned else 1
         num_sets = 2 + planned + SETS_PER_ROW * sizes.rows
         vocabulary = programs.decoder.shape.vocabulary
         constraints = partial(no_constraints, sizes.rows, vocabulary, positions, num_sets)

@@ -10,7 +10,6 @@ from entropic_jax.state.row_subset import Shared
 
 from .grammars import Plan
 
-LONGEST_RUN = 64  # tokens of a launch whose mask is a guess, at most
 SETS_PER_ROW = 4  # room for token sets, besides those of one full plan; at least 2
 
 

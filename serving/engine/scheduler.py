@@ -10,7 +10,7 @@ The life of a request:
    reserves the pages that the steps may need. While it cannot, the sequence of lowest priority is preempted:
    it waits again, and once readmitted recomputes its KV cache by prefill or replays its tokens.
 5. Collect: the tokens of the launch are appended to their sequences (`output_collector`). Those whose text is
-   final are delivered to the request's output stream.
+   final are delivered to the request's output stream. A sequence whose mask was guessed wrongly waits again.
 6. A sequence that has ended gives back its row and its pages; the prefix cache may keep full pages.
 
 Everything here runs in the engine's thread. Where host and device do not share processors, the host collects

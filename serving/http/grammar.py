@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import llguidance
 import numpy as np
 
-from ..engine.interface import FreeRun, Grammar
+from ..engine.interface import LONGEST_FREE_RUN, FreeRun, Grammar
 from ..request import RequestError
 from . import grammar_check, schema_check
 from .served_model import ServedModel
@@ -25,7 +25,7 @@ WHITESPACE = r"\n? {0,16}"
 NOT_PLAIN = re.compile(r'["\\\x00-\x1f\x7f]')  # ends or escapes text in a string, or may not be in one
 MARK = re.compile(rb"[ \n\t!-/:-@\[-`{-~]+")  # text of ASCII without letters and digits
 PLAIN_CHARACTERS = 8  # of a token of plain text, at most
-SHORT_RUN, LONG_RUN = 8, 64  # tokens of plain text: fewer are no run, and more are not tried
+SHORTEST_FREE_RUN = 8  # tokens of plain text; a shorter one is not worth its check
 NO_TOKEN = "no token may come next, although the text is not complete"
 LIMITS = llguidance.LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -146,11 +146,11 @@ class TextGrammar(Grammar):
             bits = np.frombuffer(ahead.compute_bitmask(), np.int32)[: len(self._mask)]
             return np.array_equal(bits, self._mask[: len(bits)])
 
-        if not holds(SHORT_RUN):
+        if not holds(SHORTEST_FREE_RUN):
             return 0
-        lengths = range(SHORT_RUN, LONG_RUN + 1)
-        if holds(LONG_RUN):
-            return LONG_RUN
+        lengths = range(SHORTEST_FREE_RUN, LONGEST_FREE_RUN + 1)
+        if holds(LONGEST_FREE_RUN):
+            return LONGEST_FREE_RUN
         # The last that holds: where a string is bounded, none does after the first that does not.
         return lengths[bisect.bisect_left(lengths, True, key=lambda tokens: not holds(tokens)) - 1]
 

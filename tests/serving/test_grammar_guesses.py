@@ -11,7 +11,7 @@ from entropic_jax.serving.engine.grammars import plan
 from entropic_jax.serving.engine.interface import Grammar
 from entropic_jax.serving.engine.token_rules import TokenRules
 from entropic_jax.serving.http.grammar import Grammars, from_schema
-from entropic_jax.serving.http.served_model import describe
+from entropic_jax.serving.http.served_model import ServedModel, describe
 from entropic_jax.serving.options.model import EMBEDDED
 
 QUOTE, COLON, COMMA, OPEN, WORD, NUMBER = range(6)
@@ -146,10 +146,8 @@ def num_passes(grammar: Grammar, prompt: list[int], tokens: list[int], most: int
     return passes
 
 
-@pytest.mark.parametrize(
-    "style", [{}, {"separators": (",", ":")}, {"indent": 2}], ids=["spaces", "compact", "lines"]
-)
-def test_marks_save_passes_of_json(style):
+def described() -> ServedModel:
+    """A model with the tokenizer of the one that ships."""
     tokenizer = models.Tokenizer.from_directory(EMBEDDED)
     config = models.Config(
         architecture="LlamaForCausalLM",
@@ -161,7 +159,14 @@ def test_marks_save_passes_of_json(style):
         num_key_value_heads=1,
         eos_token_id=(1,),
     )
-    model = describe(models.Model(config, {}, tokenizer, {}), "model", ("m",), 2048)
+    return describe(models.Model(config, {}, tokenizer, {}), "model", ("m",), 2048)
+
+
+@pytest.mark.parametrize(
+    "style", [{}, {"separators": (",", ":")}, {"indent": 2}], ids=["spaces", "compact", "lines"]
+)
+def test_marks_save_passes_of_json(style):
+    model = described()
     grammars = Grammars(model, 65536)
     grammar = from_schema("schema", SCHEMA)
     tokens = model.encode(json.dumps(VALUE, **style), special=False)

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from entropic_jax.phases.headed_decoder import HeadedDecoder
 from entropic_jax.speculation import emission_timing as module
 from tests import tiny
 
@@ -32,4 +31,3 @@ def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, 
 def test_launches_run_as_many_passes_as_they_say():
     passes, steps = module.emitting_launches(MODEL.decoder, MODEL.params, 1, 20, 3, page_size=8)
     assert passes() == steps() == module.PASSES
-    assert not isinstance(MODEL.decoder, HeadedDecoder)
