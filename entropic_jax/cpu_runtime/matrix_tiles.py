@@ -83,7 +83,9 @@ def clear_sums(builder: Any, first: int, number: int) -> None:
         _call(builder, "tilezero", BYTE(tile))
 
 
-def multiply_step(builder: Any, rows: list[Any], columns: list[Any], first: int = 0) -> None:
+def multiply_step(
+    builder: Any, rows: list[Any], columns: list[Any], first: int = 0, row_bytes: int = 2 * STEP
+) -> None:
     """Emit the products of a step: tiles of rows by tiles of columns, whose sums have registers in row order.
 
     Args:
@@ -91,13 +93,14 @@ def multiply_step(builder: Any, rows: list[Any], columns: list[Any], first: int 
         rows: the address of each tile of rows.
         columns: the address of each tile of columns.
         first: the first register of sums.
+        row_bytes: between the rows of a tile of rows.
     """
     for c, address in enumerate(columns):
         column = COLUMN_TILE + c % 2
         transfer(builder, "tileloadd64", column, address, WORD(2 * STEP))
         for r, row in enumerate(rows):
             if c == 0:
-                transfer(builder, "tileloadd64", ROW_TILE + r, row, WORD(2 * STEP))
+                transfer(builder, "tileloadd64", ROW_TILE + r, row, WORD(row_bytes))
             sums = BYTE(first + len(columns) * r + c)
             _call(builder, "tdpbf16ps", sums, BYTE(ROW_TILE + r), BYTE(column))
 

@@ -172,7 +172,7 @@ def _rows_without_prompt(
         evicted=zeros,
         limit=zeros,
         status=jnp.full(rows, FULL, jnp.int32),
-        stop=stop_table((), rows),
+        stop=jnp.asarray(stop_table((), rows)),
         belief_temperature=jnp.asarray(belief_temperature, jnp.float32),
         sampling=sample,
         history=sampling.history(rows, vocabulary),
@@ -210,14 +210,15 @@ def _place_prompts(
     limits = np.broadcast_to(np.asarray(max_tokens, np.int32), rows)
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     alive = (lengths > 0) & (limits > 0)
-    state = state._replace(
-        seed=jnp.asarray(np.arange(rows) if seeds is None else np.asarray(seeds), jnp.int32),
-        token=jnp.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], jnp.int32),
-        limit=jnp.asarray(np.minimum(lengths - 1 + np.minimum(limits, context), context), jnp.int32),
-        status=jnp.asarray(np.where(alive, RUNNING, FULL), jnp.int32),
-        stop=stop_table(stop, rows),
-        history=sampling.with_prompts(state.history, prompts),
-    )
+    placed = {
+        "seed": np.asarray(np.arange(rows) if seeds is None else seeds, np.int32),
+        "token": np.asarray([prompt[-1] if len(prompt) else 0 for prompt in prompts], np.int32),
+        "limit": np.minimum(lengths - 1 + np.minimum(limits, context), context).astype(np.int32),
+        "status": np.where(alive, RUNNING, FULL).astype(np.int32),
+        "stop": stop_table(stop, rows),
+        "history": sampling.with_prompts(state.history, prompts),
+    }
+    state = state._replace(**jax.device_put(placed))
     return state, np.where(alive, lengths - 1, 0)
 
 
@@ -235,12 +236,12 @@ def _copied(tree: Any) -> Any:
     return jax.tree.map(jnp.copy, tree)
 
 
-def stop_table(stop: Sequence[Sequence[int]], rows: int) -> jax.Array:
+def stop_table(stop: Sequence[Sequence[int]], rows: int) -> np.ndarray:
     """Stop tokens as an array int32 `[rows, stops]`, −1 where unused."""
     stops = np.full((rows, max([1, *map(len, stop)])), -1, np.int32)
     for row, tokens in enumerate(stop):
         stops[row, : len(tokens)] = tokens
-    return jnp.asarray(stops)
+    return stops
 
 
 def _prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:

@@ -294,6 +294,12 @@ def check_integers(name: str, values: Any, what: str, low: int, high: int) -> No
         values = values.tolist()
     if not is_sequence(values):
         raise ValueError(f"{name} must be a list of {accepted}; got {values!r:.200}")
+    if (
+        set(map(type, values)) <= {int}
+        and low <= min(values, default=low)
+        and max(values, default=low) <= high
+    ):
+        return  # what nearly all are, many times as fast as one by one
     for value in values:
         if not is_integer(value) or not low <= int(value) <= high:
             raise ValueError(f"{name} must hold {accepted}; got {value!r:.200}")

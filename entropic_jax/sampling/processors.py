@@ -38,14 +38,14 @@ def latest_of(text: Sequence[int]) -> np.ndarray:
 
 
 def with_prompts(blank: History, prompts: Sequence[Sequence[int]]) -> History:
-    """A blank history with the prompt of each row."""
+    """A blank history with the prompt of each row, whose new arrays are NumPy's."""
     mask = np.zeros(blank.prompt.shape, bool)
     for row, prompt in enumerate(prompts):
         mask[row, np.asarray(prompt, np.int64)] = True
     return blank._replace(
-        prompt=jnp.asarray(mask),
-        latest=jnp.asarray(np.stack([latest_of(prompt) for prompt in prompts])),
-        number=jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+        prompt=mask,
+        latest=np.stack([latest_of(prompt) for prompt in prompts]),
+        number=np.asarray([len(prompt) for prompt in prompts], np.int32),
     )
 
 

@@ -49,11 +49,13 @@ def decoded(q, keys, values, table, lists, first, start, backend=None) -> jax.Ar
     return jnp.stack(outs, 3)
 
 
+# Matrix units attend to pages of bfloat16 whose size is a multiple of 32.
 @ON_CPU
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("int8", 16)]
+)
 @pytest.mark.parametrize("window", [None, 21, 200])
-def test_a_query_has_the_bits_of_decoding(dtype, window):
-    page_size = 16
+def test_a_query_has_the_bits_of_decoding(dtype, page_size, window):
     keys, values, table = pools(page_size, dtype)
     for n, offset in ((1, 0), (2, page_size - 1), (3, 46), (8, 9), (17, 150), (MAX_VERIFIED, 1)):
         start = jnp.array([offset, 97], jnp.int32)
@@ -86,19 +88,40 @@ def test_listed_pages():
 
 
 @ON_CPU
-def test_neighbours_and_unused_slots_leave_no_trace():
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 32)])
+def test_neighbours_and_unused_slots_leave_no_trace(dtype, page_size):
     """A row of NaN, slots that no query sees yet, and queries past the end change no bit of another query."""
-    keys, values, table = pools(16, "float32")
+    keys, values, table = pools(page_size, dtype)
     start, n = jnp.array([37, 60], jnp.int32), 4
     q, first = queries(n), windows(start, n, None)
     attend = partial(verify, page_table=table, page_list=None, num_pages=None, window_start=first)
     alone = attend(q, keys, values, query_start=start, context_length=start + n, backend="cpu")
     nan = jnp.nan
-    poisoned = tuple(pool.at[table[1]].set(nan).at[table[0, 3:]].set(nan) for pool in (keys, values))
-    poisoned = tuple(pool.at[table[0, 2], :, 39 % 16 :].set(nan) for pool in poisoned)
+    page, slot = divmod(39, page_size)
+    poisoned = tuple(pool.at[table[1]].set(nan).at[table[0, page + 1 :]].set(nan) for pool in (keys, values))
+    poisoned = tuple(pool.at[table[0, page], :, slot:].set(nan) for pool in poisoned)
     out = attend(q, *poisoned, query_start=start, context_length=start + 2, backend="cpu")
     np.testing.assert_array_equal(out[0, :, :, :2], alone[0, :, :, :2])
     assert np.isnan(out[1, :, :, :2]).all()
+
+
+@ON_CPU
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 64)])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_a_value_that_is_no_number_reaches_those_who_see_it_only(dtype, page_size, bad):
+    """The queries stand on 37 to 48, and the value on 40, where one tile has queries before and behind it."""
+    keys, values, table = pools(page_size, dtype)
+    start, n = jnp.array([37, 60], jnp.int32), 12
+    page, slot = divmod(40, page_size)
+    positions = (table, None, None, windows(start, n, None), start, start + n)
+    expected = verify(queries(n), keys, values, *positions, backend="cpu")
+    poisoned = values.at[table[0, page], :, slot, 5].set(bad)
+    out = verify(queries(n), keys, poisoned, *positions, backend="cpu")
+    np.testing.assert_array_equal(out[0, :, :, :3], expected[0, :, :, :3])
+    np.testing.assert_array_equal(out[1], expected[1])
+    assert not np.isfinite(out[0, :, :, 3:, 5]).any()
+    others = np.arange(HEAD_DIM) != 5
+    np.testing.assert_array_equal(out[0, :, :, 3:, others], expected[0, :, :, 3:, others])
 
 
 @pytest.mark.parametrize("backend", ["xla", None])

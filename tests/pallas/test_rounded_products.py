@@ -15,7 +15,7 @@ BACKENDS = ["xla", pytest.param("cpu", marks=WITH_UNITS)]
 INT8, E4M3 = (
     pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "float8_e4m3fn")
 )  # compile long
-ROWS = (1, 2, 15, 16, 17, 32, 33, 48, 63, 80)
+ROWS = (1, 2, 15, 16, 17, 32, 33, 48, 49, 63, 80)
 
 
 def case(rows: int, inputs: int, columns: tuple[int, ...], kind: str = "bfloat16"):
@@ -68,6 +68,18 @@ def test_weights_that_lie_block_by_block_give_the_same_bits(inputs, kind):
         products = skinny_matmul(x, *blocked, scales=scales, operand_dtype="bfloat16", backend="cpu")
         for y, plain in zip(products, expected, strict=True):
             np.testing.assert_array_equal(y, plain)
+
+
+@WITH_UNITS
+@pytest.mark.parametrize("rows", [48, 49, 64, 81, 200])
+def test_weights_in_tiles_give_the_same_bits_in_several_passes_over_rows(rows):
+    """Enough blocks for chunks of several, and last passes of 17 to 48 rows."""
+    x, (weight,), _ = case(rows, 96, (64 * 40,))
+    if not package.reads_tiles(weight):
+        pytest.skip("the processor has no matrix units")
+    (expected,) = skinny_matmul(x, weight, operand_dtype="bfloat16", backend="cpu")
+    (y,) = skinny_matmul(x, package.in_tiles(weight), operand_dtype="bfloat16", backend="cpu")
+    np.testing.assert_array_equal(y, expected)
 
 
 @WITH_UNITS

@@ -174,6 +174,29 @@ def test_bits_do_not_depend_on_tiles_or_panels(kind):
 
 
 @ON_CPU
+@pytest.mark.parametrize(
+    "kind",
+    ["float32", "bfloat16", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "uint8"))],
+)
+@pytest.mark.parametrize("rows", [272, 273, 600])
+def test_passes_over_rows_change_no_bit(kind, rows):
+    """Passes of 256 rows, of which the last has 17 to 272, by chunks of one block and of several."""
+    rng = np.random.default_rng(rows)
+    x, widths = jnp.asarray(rng.standard_normal((rows, 64)), jnp.float32), (64 * 40, 72)
+    if kind == "uint8":
+        weights = tuple(jnp.asarray(rng.integers(0, 256, (32, n)), kind) for n in widths)
+        scales = tuple(jnp.asarray(rng.uniform(0.01, 0.1, (2, n)), jnp.bfloat16) for n in widths)
+    else:
+        weights = tuple(jnp.asarray(rng.standard_normal((64, n)) * 9, kind) for n in widths)
+        scales = tuple(jnp.ones(n) for n in widths) if kind == "int8" else ()
+    together = skinny_matmul(x, *weights, scales=scales, backend="cpu")
+    for begin in range(0, rows, 50):
+        parts = skinny_matmul(x[begin : begin + 50], *weights, scales=scales, backend="cpu")
+        for part, all_ in zip(parts, together, strict=True):
+            np.testing.assert_array_equal(part, all_[begin : begin + 50])
+
+
+@ON_CPU
 def test_sums_are_chains_of_fused_multiply_adds():
     """A sum whose products need more digits than float32 has is rounded once per input, in order."""
     x = jnp.full((1, 3), 1 + 2.0**-12, jnp.float32)

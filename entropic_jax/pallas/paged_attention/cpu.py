@@ -17,11 +17,10 @@ import numpy as np
 from ...cpu_runtime import check_supported
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
-from .cpu_page import Shape, page_attention, rounds_operands
+from .cpu_page import LOW, PageAttention, Shape, operands_of, page_attention
 from .quantised import Quantised
 from .reference import PartialAttention
 
-LOW = np.float32(-1e30)
 MAX_QUERIES = 32  # of a row in `verify`
 
 
@@ -96,8 +95,8 @@ def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> Pa
     _, kv_heads, _, group, head_dim = q.shape
     if head_dim % 16:
         raise NotImplementedError(f"head_dim {head_dim}: only multiples of 16 are supported")
-    rounded = rounds_operands(dtype, head_dim, keys.shape[2])
-    name = _register(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype, rounded))
+    operands = operands_of(dtype, head_dim, keys.shape[2])
+    name = _register(Shape(kv_heads, group, head_dim, keys.shape[2], page_list is None, dtype, operands))
     scales = ()
     if isinstance(keys, Quantised):
         keys, values, scales = keys.tiles, values.tiles, (keys.scale, values.scale)
@@ -111,7 +110,8 @@ def _attend(q, keys, values, page_table, page_list, num_pages, first, end) -> Pa
 def _register(shape: Shape) -> str:
     """Register the kernel for one shape with XLA; returns its name there."""
     name = f"entropic_paged_attention_{shape.kv_heads}_{shape.group}_{shape.head_dim}_{shape.page_size}"
-    name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}{'_rounded' * shape.rounded}"
+    name += f"_{shape.dtype}_{'dense' if shape.dense else 'listed'}"
+    name += f"_{shape.operands}" if shape.rounded else ""
     register(name, lambda: _compile(name, shape))
     return name
 
@@ -190,18 +190,15 @@ def _piece_readers(shape: Shape, page_range: Any, page_of_entry: Any) -> tuple[A
 
 def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
     """Compile the task of a thread: the partial attention to one piece of the list of one (row, KV head)."""
-    from ...cpu_runtime import pairs
-    from ...cpu_runtime.attention_scores import padded
-    from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE, LANES
-    from ...cpu_runtime.kernel import allocate, compiled, floats, free, integers, next_chunk, operand, words
+    from ...cpu_runtime.instructions import CACHE_LINE, ITEMSIZE
+    from ...cpu_runtime.kernel import allocate, compiled, free, integers, next_chunk, operand, words
 
-    kv_heads, group, head_dim, page_size, dense, dtype, rounded = shape
-    attend_page, round_query, scaled = page_attention(shape), pairs.store_rows(), dtype == "int8"
+    kv_heads, group, head_dim, page_size, dense, dtype, _ = shape
+    scratch_bytes, begin_piece, attend, end_piece = _page_attention(shape)
+    scaled = dtype == "int8"
     place_of_piece, tile_of_entry = _piece_readers(shape, page_range, page_of_entry)
     tile = page_size * head_dim * ITEMSIZE[dtype]  # bytes
     scale_operand = 6 if dense else 8  # the number of the operand that holds the scales of keys
-    page_scratch = 4 * (LANES * head_dim + 2 * padded(page_size))  # bytes, without the weights of each head
-    weight_bytes = 4 * padded(page_size)
 
     @compiled
     def attend_piece(job_address, piece_number):
@@ -214,26 +211,16 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
         last = integers(operand(frame, 5)[0], (rows, n))[row]
         keys, values = operand(frame, 1)[0], operand(frame, 2)[0]
         query = operand(frame, 0)[0] + 4 * (row * kv_heads + head) * heads * head_dim
-        out = out_data + 4 * piece_number * heads * head_dim
-        floats(out, (heads * head_dim,))[:] = np.float32(0)
-        top_address = top_data + 4 * piece_number * heads
-        floats(top_address, (heads,))[:] = LOW
+        before = 4 * piece_number * heads
+        sums = out_data + before * head_dim, top_data + before, total_data + before
         key_scales, value_scales = np.int64(0), np.int64(0)
         if scaled:
             key_scales, value_scales = operand(frame, scale_operand)[0], operand(frame, scale_operand + 1)[0]
-        # Totals by lane; scales, a block of keys and weights of a page; rounded queries; bounds.
-        scratch_bytes = page_scratch + heads * weight_bytes
-        query_bytes = 2 * heads * head_dim if rounded else 0
-        memory = allocate(CACHE_LINE + 4 * LANES * heads + scratch_bytes + query_bytes + 16 * n)
-        total_address = (memory + CACHE_LINE - 1) & -CACHE_LINE
-        total = floats(total_address, (heads, LANES))
-        total[:] = np.float32(0)
-        scratch = total_address + 4 * LANES * heads
-        if rounded:
-            round_query(query, 0, heads, head_dim, scratch + scratch_bytes)
-            query = scratch + scratch_bytes
-        bound_address = scratch + scratch_bytes + query_bytes
-        low, high = words(bound_address, n), words(bound_address + 8 * n, n)
+        size = (scratch_bytes(n) + 7) & -8
+        memory = allocate(CACHE_LINE + size + 16 * n)
+        scratch = (memory + CACHE_LINE - 1) & -CACHE_LINE
+        low, high = words(scratch + size, n), words(scratch + size + 8 * n, n)
+        begin_piece(query, n, scratch, sums)
         next_tile = tile_of_entry(frame, row, head, begin)
         for entry in range(begin, end):
             start, tile_number = page_of_entry(frame, row, head, entry) * page_size, next_tile
@@ -246,27 +233,30 @@ def _piece_attention(shape: Shape, page_range: Any, page_of_entry: Any) -> Any:
                     next_tile = tile_of_entry(frame, next_row, next_head, next_entry)
             for i in range(n):
                 low[i], high[i] = max(first[i] - start, 0), min(last[i] - start, page_size)
-            attend_page(
+            at, next_at = tile_number * tile, next_tile * tile
+            scale_at = 4 * tile_number * page_size
+            attend(
                 query,
-                keys + tile_number * tile,
-                values + tile_number * tile,
-                keys + next_tile * tile,
-                values + next_tile * tile,
-                key_scales + 4 * tile_number * page_size,
-                value_scales + 4 * tile_number * page_size,
-                (out, top_address, total_address),
-                (low, high),
+                n,
                 scratch,
+                sums,
+                (keys + at, values + at, keys + next_at, values + next_at),
+                (key_scales + scale_at, value_scales + scale_at),
+                (low, high),
             )
-        totals = floats(total_data + 4 * piece_number * heads, (heads,))
-        for h in range(heads):
-            mass = np.float32(0)
-            for lane in range(LANES):
-                mass += total[h, lane]
-            totals[h] = mass
+        end_piece(n, scratch, sums)
         free(memory)
 
     return attend_piece
+
+
+def _page_attention(shape: Shape) -> PageAttention:
+    """The functions that attend to the pages of a piece."""
+    if shape.operands != "tiles":
+        return page_attention(shape)
+    from .cpu_page_tiles import page_attention_tiles
+
+    return page_attention_tiles(shape)
 
 
 def _attention_by_pieces(shape: Shape, page_range: Any, piece_address: Any) -> Any:

@@ -199,9 +199,10 @@ def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:
         xla_handler,
     )
     from ...cpu_runtime.matmul import BLOCK
-    from .cpu_blocks import block_places
+    from .cpu_blocks import block_places, pass_end
 
     num_blocks, blocks_per_chunk, locate, next_block = block_places(blocked)
+    end_of_pass = pass_end()
     multiply = _packed_product() if dtype == PACKED else _product(dtype)
     size = 1 if dtype == PACKED else ITEMSIZE[dtype]
 
@@ -213,17 +214,22 @@ def _compile(name: str, dtype: str, blocked: bool) -> Iterator[tuple[str, Any]]:
         x, shape = operand(frame, 0)
         rows, inputs = shape[0], shape[1]
         end = min(count, (number + 1) * per_chunk)
-        for b in range(number * per_chunk, end):
-            w, column = locate(frame, b)
-            weight, weight_shape = operand(frame, 1 + w)
-            width = weight_shape[0] * BLOCK if blocked else weight_shape[1]
-            stride = BLOCK if blocked else width
-            column_size = size * inputs if blocked else size
-            weight += column_size * column
-            out = result(frame, w)[0] + 4 * column
-            next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
-            following = operand(frame, 1 + next_weight)[0] + column_size * next_column
-            multiply(frame, w, column, x, rows, inputs, weight, stride, width, out, following)
+        first = 0
+        while first < rows:
+            last = end_of_pass(first, rows, inputs)
+            for b in range(number * per_chunk, end):
+                w, column = locate(frame, b)
+                weight, weight_shape = operand(frame, 1 + w)
+                width = weight_shape[0] * BLOCK if blocked else weight_shape[1]
+                stride = BLOCK if blocked else width
+                column_size = size * inputs if blocked else size
+                weight += column_size * column
+                out = result(frame, w)[0] + 4 * (first * width + column)
+                next_weight, next_column = locate(frame, next_block(b, end, number, per_chunk))
+                following = operand(frame, 1 + next_weight)[0] + column_size * next_column
+                source, n = x + 4 * first * inputs, last - first
+                multiply(frame, w, column, source, n, inputs, weight, stride, width, out, following)
+            first = last
 
     yield f"{name}_chunk", thread_task(chunk)
     chunk_address = symbol_address(f"{name}_chunk")

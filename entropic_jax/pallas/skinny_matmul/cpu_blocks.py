@@ -5,6 +5,9 @@ the panel is read. With more rows, the first tile copies the panel to memory tha
 the other tiles read it: rows of a wide weight are far apart and would evict one another. Meanwhile all tiles
 prefetch the next panel in equal parts, because a core has few requests to memory under way at once.
 
+More rows than the second-level cache holds are multiplied in passes: some rows by all blocks of a chunk, then
+the next rows. Otherwise every block would read all rows from memory.
+
 Only a process that compiles imports this module, because it imports Numba.
 """
 
@@ -21,6 +24,10 @@ CHUNKS_PER_THREAD = 4  # at least, where there are as many blocks
 PANEL = 64  # inputs
 LONG_PANEL = matmul.MAX_PANEL  # inputs, for more than three tiles: their sums are stored less often
 MAX_TILES = 3  # that share a short panel
+# Rows of a pass: as many as take so many bytes in float32, in these bounds. All are multiples of `ROW_STEP`.
+PASS_BYTES, FEWEST_ROWS, MOST_ROWS = 2**19, 64, 256
+ROW_STEP = 32  # rows of any layout begin on a cache line
+LAST_ROWS = 16  # the last pass has more rows than these: matrix units are configured for full tiles
 
 
 @cache
@@ -121,6 +128,24 @@ def multiply_part(dtype: str, rounded: bool = False) -> Any:
                         out_array[(row + r) * width + c] = sum_array[r, c]
 
     return multiply_part
+
+
+@cache
+def pass_end(rows_of_pass: int = 0) -> Any:
+    """`pass_end(first, rows, inputs)`: the row behind the last of the pass that begins with the row `first`.
+
+    Args:
+        rows_of_pass: a multiple of `ROW_STEP`; 0 for what the cache holds.
+    """
+
+    @njit(**EXACT)
+    def pass_end(first, rows, inputs):
+        number = rows_of_pass
+        if rows_of_pass == 0:
+            number = max(FEWEST_ROWS, min(MOST_ROWS, PASS_BYTES // (4 * inputs))) & -ROW_STEP
+        return rows if rows - first <= number + LAST_ROWS else first + number
+
+    return pass_end
 
 
 @cache

@@ -22,7 +22,7 @@ from .cpu_rounded import InstructionSet
 PANEL = 256  # inputs: a panel of a block, and two tiles of rows, fit into the first-level cache
 COLUMN_TILES = matmul.BLOCK // tiles.TILE
 COLUMN_STRIDE = PANEL // tiles.STEP * tiles.TILE_BYTES
-GROUP = 32  # rows whose parts, a few full tiles, are multiplied before their products are added
+GROUP = 32  # rows, a few full tiles with their parts, that are multiplied by some blocks before others are
 PART = matmul.MAX_PANEL  # inputs of a part of a block that are widened at a time
 
 panel_memory = stack_memory(COLUMN_TILES * COLUMN_STRIDE)
@@ -57,7 +57,9 @@ def instructions(dtype: str, layout: str, parts: int) -> InstructionSet:
     def end(state):
         tiles.load_configuration(state)
 
-    return InstructionSet(bytes_of_rows, row_tiles.store_rows(parts), begin, end, multiply)
+    # Weights that are not in tiles are laid out in each pass: few rows would not be worth it.
+    rows_of_pass = GROUP if layout == "tiles" else 0
+    return InstructionSet(bytes_of_rows, row_tiles.store_rows(parts), begin, end, multiply, rows_of_pass)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Skinny products of operands of bfloat16 on a CPU: rows are laid out once per call, and blocks are shared.
 
-Threads take neighbouring blocks of columns until none are left. An instruction set multiplies all rows by a
-block: `cpu_matrix_units` (AMX) or `cpu_pairs` (AVX512-BF16).
+Threads take neighbouring blocks of columns until none are left. An instruction set multiplies rows by a
+block: `cpu_matrix_units` (AMX) or `cpu_pairs` (AVX512-BF16). Many rows take several passes, see `cpu_blocks`.
 
 Only a process that compiles imports this module, because it imports Numba.
 """
@@ -26,7 +26,7 @@ from ...cpu_runtime.kernel import (
     xla_handler,
 )
 from ...cpu_runtime.thread_pool import num_threads, take
-from .cpu_blocks import block_places, scale_columns
+from .cpu_blocks import block_places, pass_end, scale_columns
 
 ROWS_PER_CHUNK = 8  # that a thread lays out at a time
 OWN_ROWS, OWN_BYTES = 64, 2**23  # up to which every thread lays out the rows for itself
@@ -49,6 +49,7 @@ class InstructionSet(NamedTuple):
     # `multiply(laid_out, rows, inputs, weight, weight_stride, width, out, columns, following)`: all rows, as
     # they are laid out, times the columns of a block; see `cpu_blocks.multiply_block`
     multiply: Any
+    rows_of_pass: int = 0  # see `cpu_blocks.pass_end`
 
 
 def build(
@@ -64,8 +65,8 @@ def build(
         instructions: what multiplies.
     """
     num_blocks = block_places(blocked)[0]
-    multiply_blocks = _multiply_blocks(dtype, scaled, blocked, instructions.multiply)
-    bytes_of_rows, store_rows, begin, end, _ = instructions
+    multiply_blocks = _multiply_blocks(dtype, scaled, blocked, instructions)
+    bytes_of_rows, store_rows, begin, end, *_ = instructions
 
     @njit(**EXACT)
     def lay_out_rows(job_address, number):
@@ -113,14 +114,16 @@ def build(
     yield name, xla_handler(body)
 
 
-def _multiply_blocks(dtype: str, scaled: bool, blocked: bool, multiply: Any) -> Any:
+def _multiply_blocks(dtype: str, scaled: bool, blocked: bool, instructions: InstructionSet) -> Any:
     """`multiply_blocks(frame, counter, laid_out)`: all rows times the blocks of columns that a thread gets.
 
     It takes neighbouring ones from the counter at an address until none are left. `laid_out` is the address
-    of the rows; the arguments are those of `build`, with `InstructionSet.multiply`.
+    of the rows; the arguments are those of `build`.
     """
     size, scale = ITEMSIZE[dtype], scale_columns()
     num_blocks, blocks_per_chunk, locate, _ = block_places(blocked)
+    multiply, bytes_of_rows = instructions.multiply, instructions.bytes_of_rows
+    end_of_pass = pass_end(instructions.rows_of_pass)
 
     @njit(**EXACT)
     def multiply_blocks(frame, counter, laid_out):
@@ -130,21 +133,26 @@ def _multiply_blocks(dtype: str, scaled: bool, blocked: bool, multiply: Any) -> 
         rows, inputs = shape[0], shape[1]
         begin = take(counter, per_chunk)
         while begin < count:
-            end = min(count, begin + per_chunk)
-            for b in range(begin, end):
-                w, column = locate(frame, b)
-                weight, weight_shape = operand(frame, 1 + w)
-                width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
-                stride = matmul.BLOCK if blocked else width
-                column_size = size * inputs if blocked else size
-                likely = b + 1 if b + 1 < end else min(count - 1, begin + num_threads() * per_chunk)
-                next_weight, next_column = locate(frame, likely)
-                following = operand(frame, 1 + next_weight)[0] + column_size * next_column
-                out, columns = result(frame, w)[0] + 4 * column, min(matmul.BLOCK, width - column)
-                weight += column_size * column
-                multiply(laid_out, rows, inputs, weight, stride, width, out, columns, following)
-                if scaled:
-                    scale(frame, w, column, out, rows, width, columns)
+            end, first = min(count, begin + per_chunk), 0
+            while first < rows:
+                last = end_of_pass(first, rows, inputs)
+                source = laid_out + bytes_of_rows(first, inputs)
+                for b in range(begin, end):
+                    w, column = locate(frame, b)
+                    weight, weight_shape = operand(frame, 1 + w)
+                    width = weight_shape[0] * matmul.BLOCK if blocked else weight_shape[1]
+                    stride = matmul.BLOCK if blocked else width
+                    column_size = size * inputs if blocked else size
+                    likely = b + 1 if b + 1 < end else min(count - 1, begin + num_threads() * per_chunk)
+                    next_weight, next_column = locate(frame, likely)
+                    following = operand(frame, 1 + next_weight)[0] + column_size * next_column
+                    columns = min(matmul.BLOCK, width - column)
+                    out = result(frame, w)[0] + 4 * (first * width + column)
+                    weight += column_size * column
+                    multiply(source, last - first, inputs, weight, stride, width, out, columns, following)
+                    if scaled:
+                        scale(frame, w, column, out, last - first, width, columns)
+                first = last
             begin = take(counter, per_chunk)
 
     return multiply_blocks
