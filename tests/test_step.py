@@ -114,8 +114,6 @@ def test_every_counts_the_tokens_of_its_own_row():
 )
 @pytest.mark.parametrize("width", [None, 2])
 def test_the_structure_of_the_state_stands_still(controller, width):
-    if width and isinstance(controller.controllers[0], PerRow):
-        controller = controller.controllers[0]  # gains are gathered where the whole controller is per row
     m, state = tiny.model(), tiny.begin(TEXTS, controller=controller)
     after = jax.eval_shape(lambda s: step(m.decoder, m.params, controller, s, width=width)[0], state)
     chex.assert_trees_all_equal_shapes_and_dtypes(state, after)

@@ -89,9 +89,10 @@ def schedule_rows(
 
 
 def take_rows(controller: Any, rows: RowSubset) -> Any:
-    """The controller for a subset of the rows, with the gains of those rows where it is `PerRow`."""
-    gather = getattr(controller, "gather", None)
-    return controller if gather is None else gather(rows)
+    """The controller for a subset of the rows, with the gains of those rows in each part that is `PerRow`."""
+    per_row = lambda x: hasattr(x, "gather")
+    take = lambda x: x.gather(rows) if per_row(x) else x
+    return jax.tree.map(take, controller, is_leaf=per_row)
 
 
 def required_observation(*controllers: Any) -> Any:
