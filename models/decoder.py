@@ -233,5 +233,8 @@ class Decoder:
         return self.module(params).embedded(tokens)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
+        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`.
+
+        In a program on a mesh, those of this device's part of the vocabulary.
+        """
         return self.module(params).logits(hidden)

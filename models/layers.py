@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from entropic_jax.mesh import gather_last_axis, sum_over_shards
+from entropic_jax.mesh import sum_over_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 
 from .activations import FUNCTIONS, XIELU
@@ -319,7 +319,10 @@ class CausalLM(nnx.Module):
         return x * jnp.asarray(self.output.embedding_multiplier, x.dtype)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`."""
+        """Logits, float32 `[..., vocabulary]`, of hidden states `[..., hidden]`.
+
+        On a mesh, those of this device's part of the vocabulary.
+        """
         if hidden.dtype == jnp.float32:
             out = multiply(hidden, self.lm_head)[0]
         else:
@@ -332,4 +335,4 @@ class CausalLM(nnx.Module):
         if self.output.logit_multiplier != 1.0:
             out = out * self.output.logit_multiplier
         cap = self.output.logit_soft_cap
-        return gather_last_axis(out if cap is None else cap * jnp.tanh(out / cap))
+        return out if cap is None else cap * jnp.tanh(out / cap)

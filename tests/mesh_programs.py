@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from entropic_jax import allocate, generate, models, parameters, start
+from entropic_jax import allocate, generate, loop, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
-from entropic_jax.mesh import make_mesh, sharding
+from entropic_jax.mesh import gather_last_axis, make_mesh, sharding
 from entropic_jax.methods import presets
 from entropic_jax.models.sharding import local_region
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -104,18 +104,26 @@ def begin(model: models.Model, preset: presets.Preset) -> Any:
     )
 
 
-def pass_of(model: models.Model, state: Any) -> Any:
-    """The compiled program of one decode pass, which returns logits."""
+def step_of(model: models.Model, state: Any, controller: Any) -> Any:
+    """The compiled program of one step."""
+
+    def launch(params, state):
+        step = lambda params, state: loop.step(model.decoder, params, controller, state)
+        return sharding.launch(model.decoder, step, params, state)
+
+    return jax.jit(launch, donate_argnums=1).lower(model.params, state).compile()
+
+
+def logits_of(model: models.Model, state: Any) -> jax.Array:
+    """The logits of the next position of every row."""
 
     def program(params, state):
         _, state, batch = gather_active(state, None)
         batch, output = decode(model.decoder, params, batch, None)
-        return batch.state, output.logits
+        return batch.state, gather_last_axis(output.logits)
 
-    def launch(params, state):
-        return sharding.launch(model.decoder, program, params, state)
-
-    return jax.jit(launch, donate_argnums=1).lower(model.params, state).compile()
+    launched = jax.jit(lambda params, state: sharding.launch(model.decoder, program, params, state))
+    return launched(model.params, state)[1]
 
 
 def misplaced(model: models.Model) -> list[str]:
@@ -143,7 +151,7 @@ def report(family: str, mesh: str) -> dict[str, Any]:
     off, full = presets.preset("off"), presets.preset("full-lossy", gains=GAINS)
     full = full._replace(page_policy=PAGES)
     state = begin(model, off)
-    compiled = pass_of(model, state)
+    compiled = step_of(model, state, off.controller)
     memory = compiled.memory_analysis()
     largest = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree) if hasattr(x, "nbytes"))
     result = {
@@ -158,7 +166,7 @@ def report(family: str, mesh: str) -> dict[str, Any]:
         ],
         "weight_sizes": [x.size for x in jax.tree.leaves(model.params)],
         "misplaced": misplaced(model),
-        "logits": np.asarray(compiled(model.params, state)[1]).tolist(),
+        "logits": np.asarray(logits_of(model, state)).tolist(),
     }
     for name, preset in (("off", off), ("full-lossy", full)):
         state = begin(model, preset)

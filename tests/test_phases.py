@@ -10,6 +10,7 @@ from entropic_jax.attention.page_reader import ReadStats
 from entropic_jax.phases import forward, prefill
 from entropic_jax.phases.batch import Batch, gather_active, record
 from entropic_jax.phases.emission import (
+    Decision,
     Logits,
     advance,
     choose,
@@ -197,9 +198,8 @@ def test_a_trace_has_what_the_step_read_and_what_its_token_was():
     before = after._replace(action=after.action._replace(dropped_mass_limit=limit))
     read = ReadStats(jnp.array([3.0, 0.0]), jnp.array([4.0, 0.0]), jnp.zeros(2), jnp.array([0.25, 0.5]))
     cost = with_fields(ledger.Cost, seconds=jnp.array([6.0, 7.0]))
-    emitting = jnp.array([True, False])
-    forward, logits = with_fields(Forward, read=read), with_fields(Logits)
-    trace = trace_of(before, after, forward, logits, emitting, cost, None)
+    decision = with_fields(Decision, emitting=jnp.array([True, False]))
+    trace = trace_of(before, after, with_fields(Forward, read=read), decision, cost)
     assert trace.certificate.tolist() == [0.25, 0.5] and trace.kept_fraction.tolist() == [0.75, 0.0]
     assert trace.emitted.tolist() == [True, False] and trace.token.tolist() == [3, 4]
     assert trace.entropy.tolist() == [0.5, 1.5] and trace.entropic_time.tolist() == [2.0, 3.0]

@@ -9,6 +9,7 @@ BITS |= {"s32": 32, "u32": 32, "f32": 32, "s64": 64, "u64": 64, "f64": 64, "c64"
 INSTRUCTION = re.compile(
     rf"= (?P<result>\([^=]*?\)|\S+) (?P<operation>{'|'.join(OPERATIONS)})(?P<begins>-start)?\("
 )
+COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, the number of the array that follows
 ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d*\w*)\[(?P<shape>[\d,]*)\]")
 
 
@@ -29,7 +30,7 @@ def collectives(program: str) -> list[Collective]:
     >>> collectives("%sum = f32[4,64]{1,0} all-reduce(%x), channel_id=1")
     [Collective(operation='all-reduce', shapes=((4, 64),), num_bytes=1024)]
     """
-    return [read(match) for match in INSTRUCTION.finditer(program)]
+    return [read(match) for match in INSTRUCTION.finditer(COMMENT.sub("", program))]
 
 
 def read(match: re.Match[str]) -> Collective:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from entropic_jax.mesh import EXPERT, TENSOR
+from entropic_jax.mesh import EXPERT, TENSOR, numbers_by_type
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.sharding import (
@@ -22,6 +22,7 @@ from entropic_jax.models.sharding import (
     partition_specs,
     with_kv_head_copies,
 )
+from entropic_jax.state import State
 from entropic_jax.state.cache import bytes_per_number
 
 from .chips import Topology, topology
@@ -125,7 +126,7 @@ class StepNeeds(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes) -> StepNeeds:
+def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes, state: State) -> StepNeeds:
     """The needs of a dense decode step, by the layout of the model.
 
     Args:
@@ -133,15 +134,25 @@ def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes) -> Step
         devices: number of devices of the tensor axis.
         rows: number of rows of the step.
         dtypes: the dtypes of weights and KV cache.
+        state: a `State` of any number of rows, as shapes; control decides what is gathered of a row.
     """
-    itemsize = jnp.dtype(dtypes.weights).itemsize
-    hidden, vocabulary = (rows, 1, config.hidden_size), (rows, config.vocab_size)
+    sampled, vocabulary = math.ceil(rows / devices), config.vocab_size  # rows that a device samples
+    # Logits three times over, on a mesh also as they are sent and received, and the activations of a layer.
+    logits = (3 if devices == 1 else 5) * sampled * vocabulary
+    temporary = 4 * (logits + rows * (config.intermediate_size // devices + 2 * config.hidden_size))
+    if devices == 1:
+        return StepNeeds(temporary, None, ())
+    itemsize, hidden = jnp.dtype(dtypes.weights).itemsize, (rows, 1, config.hidden_size)
     total = Collective("all-reduce", (hidden,), math.prod(hidden) * itemsize)
-    gathering = Collective("all-gather", (vocabulary,), math.prod(vocabulary) * 4)
-    # Logits three times over, and the activations of a layer.
-    widths = 3 * config.vocab_size + config.intermediate_size // devices + 2 * config.hidden_size
-    exchanged = (*(total,) * (2 * config.num_hidden_layers + 1), gathering)
-    return StepNeeds(4 * rows * widths, None, exchanged if devices > 1 else ())
+    exchange = Collective("all-to-all", ((sampled, vocabulary),), sampled * vocabulary * 4)
+    # The shapes of `phases.emission.Decision`, whose flag is sent as an integer like the status.
+    decision = state.status, state.token, state.signal, state.action, state.control
+    gathered = [
+        Collective("all-gather", ((sampled * devices, size),), sampled * devices * size * 4)
+        for size in numbers_by_type(decision).values()
+    ]
+    sums = (total,) * (2 * config.num_hidden_layers + 1)
+    return StepNeeds(temporary, None, (*sums, exchange, *gathered))
 
 
 def from_program(compiled: jax.stages.Compiled) -> StepNeeds:
@@ -214,7 +225,7 @@ def make_plan(
     of_page = page_bytes(config, devices, cache.page_size, dtypes.cache)
     rest = state_bytes(state)
     if compiled is None:
-        step = from_shapes(config, devices, rows, dtypes)
+        step = from_shapes(config, devices, rows, dtypes, state)
     else:
         step = from_program(compiled)
     room = int(UTILIZATION * slice_.chip.memory) - weights - rest - step.temporary_bytes
@@ -222,7 +233,7 @@ def make_plan(
     rates = {}
     for batch in BATCHES:
         if batch * math.ceil(context / cache.page_size) <= pages:
-            exchanged = from_shapes(config, devices, batch, dtypes).collectives
+            exchanged = from_shapes(config, devices, batch, dtypes, state).collectives
             time = roofline(config, slice_, batch, context, dtypes, exchanged, experts)
             rates[batch] = 1e3 * batch / time.total
     return Plan(

@@ -3,11 +3,14 @@
 A program on a mesh is written for one device and runs on all of them (`jax.shard_map`). Each device holds its
 shard of the weights and of the page pool. Heads, feed-forward blocks and the vocabulary are divided over the
 axes `tensor` and `expert` together, experts over `expert`, and each of them over `tensor`. What rows share is
-the same on all devices. The collectives do nothing in a program for one device, so the same code serves both.
+the same on all devices. The rows of a step are divided where their tokens are sampled, and only there. The
+collectives do nothing in a program for one device, so the same code serves both.
 """
 
+import itertools
+import math
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +95,62 @@ def max_over_shards(x: jax.Array) -> jax.Array:
 def gather_last_axis(x: jax.Array) -> jax.Array:
     """The shards of x side by side along its last axis, in their order."""
     return jax.lax.all_gather(x, SHARDS, axis=x.ndim - 1, tiled=True) if num_shards() > 1 else x
+
+
+def shard_rows(rows: int) -> int:
+    """The rows of a shard where rows are divided; the last shards have fewer, or none."""
+    return -(-rows // num_shards())
+
+
+def columns_to_rows(x: jax.Array) -> jax.Array:
+    """All columns of the rows of this shard, of the columns of this shard in all rows.
+
+    Args:
+        x: `[rows, columns of a shard]`.
+
+    Returns:
+        `[shard_rows(rows), columns]`; zeros where the shard has no row.
+    """
+    if num_shards() == 1:
+        return x
+    padding = shard_rows(len(x)) * num_shards() - len(x)
+    return jax.lax.all_to_all(jnp.pad(x, ((0, padding), (0, 0))), SHARDS, 0, 1, tiled=True)
+
+
+def gather_rows(tree: T, rows: int) -> T:
+    """All rows of arrays of which every shard has its own rows, on every shard.
+
+    Arrays of one type are sent side by side, since a collective costs more than the few numbers of a row.
+
+    Args:
+        tree: a pytree of arrays `[shard_rows(rows), …]`.
+        rows: number of rows of all shards.
+    """
+    if num_shards() == 1:
+        return tree
+    leaves, structure = jax.tree.flatten(tree)
+    gathered = list(leaves)
+    for dtype in numbers_by_type(tree):
+        places = [i for i, x in enumerate(leaves) if type_sent(x) == dtype]
+        flat = [leaves[i].astype(dtype).reshape(len(leaves[i]), -1) for i in places]
+        together = jax.lax.all_gather(jnp.concatenate(flat, 1), SHARDS, tiled=True)[:rows]
+        ends = list(itertools.accumulate(x.shape[1] for x in flat[:-1]))
+        for i, part in zip(places, jnp.split(together, ends, 1), strict=True):
+            gathered[i] = part.reshape(rows, *leaves[i].shape[1:]).astype(leaves[i].dtype)
+    return structure.unflatten(gathered)
+
+
+def numbers_by_type(tree: Any) -> dict[Any, int]:
+    """How many numbers of each type `gather_rows` sends for a row of a pytree of arrays `[rows, …]`."""
+    numbers = dict[Any, int]()
+    for x in jax.tree.leaves(tree):
+        numbers[type_sent(x)] = numbers.get(type_sent(x), 0) + math.prod(x.shape[1:])
+    return numbers
+
+
+def type_sent(x: Any) -> Any:
+    """The type in which `gather_rows` sends an array: flags go with the integers."""
+    return jnp.dtype(jnp.int32) if x.dtype == bool else x.dtype
 
 
 def first_of_shard(size: int, axes: str | tuple[str, ...] = SHARDS) -> jax.Array | int:

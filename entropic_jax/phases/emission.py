@@ -1,6 +1,7 @@
 """Emission: from a row's logits to its next token, one position at a time.
 
-Process the logits, measure their entropy, let the controller act, choose a token, account for it.
+Process the logits, measure their entropy, let the controller act, choose a token, account for it. On a mesh,
+each device decides the tokens of its own rows, and all devices account for all of them (`row_shards`).
 """
 
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from ..state import (
     Measured,
     Signal,
     State,
+    TopLogprobs,
     Trace,
     ledger,
 )
@@ -31,6 +33,7 @@ from ..state.constraints import Constraints
 from ..state.row_subset import where_rows
 from .batch import Batch
 from .forward import Forward
+from .row_shards import over_row_shards
 
 
 class Logits(NamedTuple):
@@ -39,6 +42,17 @@ class Logits(NamedTuple):
     raw: jax.Array  # of the model: the belief and the surprisal are theirs
     processed: jax.Array  # after penalties, bias and constraints: what is sampled from
     changed: jax.Array  # bool []: whether the two may differ
+
+
+class Decision(NamedTuple):
+    """What the logits of a position decide; one entry per row."""
+
+    emitting: jax.Array  # bool [rows]: the row emits a token; other active rows have failed (NaN logits)
+    token: jax.Array  # int32 [rows], that of the position before in rows that emit none
+    measured: Measured  # of the token
+    action: Action
+    control: Any  # state of the controller
+    top_logprobs: TopLogprobs | tuple[()]  # without constraints, none are reported
 
 
 def emit(
@@ -62,22 +76,62 @@ def emit(
     Returns:
         The rows after the token, and its trace. Inactive rows and rows of NaN logits emit nothing.
     """
+    before, read = batch.state, forward.read
+    decision = over_row_shards(
+        decide, controller, batch, forward.logits, read.dropped_mass, forward.focus, forced, constraints
+    )
+    after = before._replace(
+        token=decision.token,
+        signal=decision.measured,
+        action=decision.action,
+        control=decision.control,
+    )
+    after = advance(batch, after, decision.emitting, constraints)
+    entropies = before.signal.entropy, after.signal.entropy
+    after = after._replace(ledger=ledger.add_step(after.ledger, *entropies, decision.emitting, cost))
+    return after, trace_of(before, after, forward, decision, cost)
+
+
+def decide(
+    controller: Any,
+    batch: Batch,
+    raw: jax.Array,
+    dropped_mass: jax.Array,
+    focus: Focus | None,
+    forced: jax.Array | None,
+    constraints: Constraints | None,
+) -> Decision:
+    """Decides the next token of every active row: process, measure, control, choose.
+
+    Args:
+        controller: the control law of these rows.
+        batch: the rows before the token.
+        raw: float32 `[rows, vocabulary]`, the logits of the model.
+        dropped_mass: float32 `[rows]`, attention mass left unread.
+        focus: statistics of attention, where the controller observes it.
+        forced: int32 `[rows]`, tokens to emit in place of sampled ones.
+        constraints: the constraints of these rows.
+    """
     state = batch.state
-    logits = process(forward.logits, state, constraints)
+    logits = process(raw, state, constraints)
     belief, tempered = measure(logits, batch)
     emitting = batch.active & jnp.isfinite(belief.entropy)
-    measured = measurements(belief, tempered, state.signal.surprisal, forward.read.dropped_mass)
-    signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, forward.focus)
+    measured = measurements(belief, tempered, state.signal.surprisal, dropped_mass)
+    signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, focus)
     action, law_state = control.update_rows(controller, signal, state.action, state.control)
     token = jnp.where(emitting, choose(logits, batch, action, forced, constraints), state.token)
-    measured = measure_token(batch, logits, belief, tempered, action, token, forward.read.dropped_mass)
-    measured = where_rows(emitting, measured, state.signal)
-    action = action._replace(token=state.action.token)
-    after = state._replace(token=token, signal=measured, action=action, control=law_state)
-    after = advance(batch, after, emitting, constraints)
-    before = state.signal.entropy
-    after = after._replace(ledger=ledger.add_step(after.ledger, before, after.signal.entropy, emitting, cost))
-    return after, trace_of(state, after, forward, logits, emitting, cost, constraints)
+    measured = measure_token(batch, logits, belief, tempered, action, token, dropped_mass)
+    likeliest: TopLogprobs | tuple[()] = ()
+    if constraints is not None:
+        likeliest = top_logprobs(raw, token, constraints.report_logprobs)
+    return Decision(
+        emitting,
+        token,
+        where_rows(emitting, measured, state.signal),
+        action._replace(token=state.action.token),
+        law_state,
+        likeliest,
+    )
 
 
 def process(logits: jax.Array, state: State, constraints: Constraints | None) -> Logits:
@@ -240,10 +294,8 @@ def trace_of(
     before: State,
     after: State,
     forward: Forward,
-    logits: Logits,
-    emitting: jax.Array,
+    decision: Decision,
     cost: ledger.Cost,
-    constraints: Constraints | None,
 ) -> Trace:
     """The trace of one token per row.
 
@@ -251,14 +303,12 @@ def trace_of(
         before: the rows before the token.
         after: the rows with the token.
         forward: what the step read.
-        logits: the logits of the position.
-        emitting: bool `[rows]`, the rows that emit the token.
+        decision: what the logits have decided, the log-probabilities among it.
         cost: the cost of the step.
-        constraints: the constraints of the rows; None reports no likeliest tokens.
     """
     read, zero = forward.read, jnp.zeros_like(after.signal.entropy)
     return Trace(
-        emitted=emitting,
+        emitted=decision.emitting,
         token=after.token,
         **after.signal._asdict(),
         temperature=after.action.temperature,
@@ -268,9 +318,7 @@ def trace_of(
         entropic_time=after.ledger.entropic_time,
         cost=cost.seconds,
         num_drafted=jnp.zeros_like(after.token),
-        from_draft=jnp.zeros_like(emitting),
-        top_logprobs=()
-        if constraints is None
-        else top_logprobs(logits.raw, after.token, constraints.report_logprobs),
+        from_draft=jnp.zeros_like(decision.emitting),
+        top_logprobs=decision.top_logprobs,
         experts_read=() if forward.experts is None else forward.experts.counts,
     )

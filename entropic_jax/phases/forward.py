@@ -20,7 +20,7 @@ from .packing import Packing
 class Forward(NamedTuple):
     """The results of a step's forward pass, the cache excepted."""
 
-    logits: jax.Array  # float32 [rows, vocabulary]
+    logits: jax.Array  # float32 [rows, vocabulary]; on a mesh, of this device's part of the vocabulary
     read: ReadStats  # what was read of the cache
     focus: Focus | None  # statistics of attention, where the controller observes it
     experts: ExpertsRead | None = None  # what was read of the experts, where a policy decides it

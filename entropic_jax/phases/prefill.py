@@ -12,7 +12,7 @@ from .. import entropy, sampling
 from ..attention.attend import TokenSpan
 from ..attention.page_selection import PagePolicy
 from ..control import Controller
-from ..mesh import sharding
+from ..mesh import gather_last_axis, sharding
 from ..sampling.constraints import top_logprobs
 from ..state import FULL, PREFILLING, RUNNING, Hardware, State, TopLogprobs, ledger, plain_action, unmeasured
 from ..state.cache import Cache, grant, note_surprisal
@@ -312,9 +312,10 @@ def prefill(
     after = after._replace(status=jnp.where(complete, RUNNING, before.status))
     scores: TopLogprobs | tuple[()] = ()
     if scored:
-        scores = score_tokens(decoder.logits(params, hidden), following)
+        scores = score_tokens(gather_last_axis(decoder.logits(params, hidden)), following)
     if cache.surprisal is not None:
-        after = _keep_surprisal(after, decoder.logits(params, hidden), following, length, num_tokens)
+        logits = gather_last_axis(decoder.logits(params, hidden))
+        after = _keep_surprisal(after, logits, following, length, num_tokens)
     table = after.cache.table
     return scatter(state, rows, before, after), PrefillOutput(granted, table, scores)
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..mesh import num_shards
 from ..phases.batch import Batch
 from ..state import RUNNING, State, Trace
 from ..state.constraints import ANYTHING, Constraints
@@ -238,7 +239,8 @@ def run_pass(
 
     shape = model.decoder.shape
     hidden = None if state.features is None else shape.hidden
-    room = VerifiedLogits.empty(plan.size, rows * max(widths), rows, k + 1, shape.vocabulary, hidden)
+    vocabulary = shape.vocabulary // num_shards()
+    room = VerifiedLogits.empty(plan.size, rows * max(widths), rows, k + 1, vocabulary, hidden)
     carry = state.cache.layers, room
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.

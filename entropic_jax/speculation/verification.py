@@ -34,7 +34,11 @@ class PassPlan(NamedTuple):
 
 
 class VerifiedLogits(NamedTuple):
-    """The logits that a pass has computed, one row of them for each of its tokens."""
+    """The logits that a pass has computed, one row of them for each of its tokens.
+
+    On a mesh they are those of this device's part of the vocabulary. Emission exchanges them position by
+    position, and none past the last position at which a row emits.
+    """
 
     logits: jax.Array  # float32 [tokens, vocabulary]
     slot: jax.Array  # int32 [rows, n], which of them the i-th token of a row has
@@ -51,7 +55,7 @@ class VerifiedLogits(NamedTuple):
             tokens: the number of tokens that the pass may have.
             rows: number of rows of the batch.
             n: tokens that a row may have.
-            vocabulary: number of tokens.
+            vocabulary: number of tokens of this device's part of the vocabulary.
             hidden: numbers of a hidden state; None keeps none.
         """
         logits = uninitialised((tokens, vocabulary), iteration)

@@ -37,7 +37,7 @@ class Decoder(Hashable, Protocol):
         """
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
-        """float32 `[..., vocabulary]`."""
+        """float32 `[..., vocabulary]`; in a program on a mesh, of this device's part of the vocabulary."""
 
     def context_key(self, length: int) -> tuple[int, ...]:
         """Equal for texts that may share cached keys of a common prefix; `length` in tokens."""

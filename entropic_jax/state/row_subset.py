@@ -37,6 +37,16 @@ def map_rows(function: Callable[..., Any], tree: T, *others: Any) -> T:
     return jax.tree.map(at_leaf, tree, *others, is_leaf=lambda x: isinstance(x, Shared))
 
 
+def has_shared(tree: Any) -> bool:
+    """Whether anything in a pytree is `Shared`.
+
+    >>> has_shared((jnp.arange(3), Shared(jnp.arange(3)))), has_shared(jnp.arange(3))
+    (True, False)
+    """
+    is_shared = lambda x: isinstance(x, Shared)
+    return any(map(is_shared, jax.tree.leaves(tree, is_leaf=is_shared)))
+
+
 def where_rows(flag: jax.Array, new: T, old: T) -> T:
     """`new` in the flagged rows, `old` in the others; what is `Shared` is `new` if any row is flagged.
 

@@ -3,6 +3,8 @@
 import dataclasses
 import logging
 import math
+from collections import Counter
+from pathlib import Path
 
 import jax
 import pytest
@@ -43,12 +45,18 @@ QWEN3_30B = models.Config(
     max_position_embeddings=40960,
 )
 BFLOAT16 = Dtypes("bfloat16", "bfloat16")
+# What eight rows have read of their pages: a sum of four numbers, and the largest of one.
+SELECTION = Counter({("all-reduce", 8 * 4 * 4): 1, ("all-reduce", 8 * 4): 1})
 BATCH = ahead_of_time.Batch(rows=8, context=1024, page_size=128, pages=64)
 
 
 def plan_of(config=LLAMA_8B, name="v5e:2x4", batch=BATCH, setting=None, compiled=None, dtypes=BFLOAT16):
-    state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting or preset("off"))
+    state = shapes_of(config, batch, setting, dtypes)
     return make_plan(config, topology(name), dtypes, state, compiled)
+
+
+def shapes_of(config, batch=BATCH, setting=None, dtypes=BFLOAT16):
+    return ahead_of_time.state_shapes(config, batch, dtypes.cache, setting or preset("off"))
 
 
 def test_weights_of_llama_8b_are_its_8_03_billion_divided_by_eight():
@@ -98,10 +106,20 @@ def test_time_of_a_step():
     _, read = weight_bytes(LLAMA_8B, 8, 2)
     assert time.weights == pytest.approx(1e3 * read / 819e9)
     assert time.kv_cache == pytest.approx(1e3 * 8 * 1024 * 2 * 32 * 128 * 2 / 819e9)
-    # 65 sums, each of which crosses the three + one links of the grid twice, and a gathering.
-    summed, gathered = 8 * 4096 * 2 * 7 / 8 / 90e9, 8 * 128256 * 4 * 7 / 8 / 90e9
-    assert time.collectives == pytest.approx(1e3 * (65 * 2 * (summed + 4e-6) + gathered + 4e-6))
+    # 65 sums, each of which crosses the three + one links of the grid twice, and the logits of a row each.
+    summed, exchanged = 8 * 4096 * 2 * 7 / 8 / 90e9, 128256 * 4 * 7 / 8 / 90e9
+    gathered = 8 * 13 * 4 * 7 / 8 / 90e9 + 4e-6  # flags and integers, and floats
+    assert time.collectives == pytest.approx(1e3 * (65 * 2 * (summed + 4e-6) + exchanged + gathered + 8e-6))
     assert time.total == pytest.approx(time.weights + time.kv_cache + time.collectives)
+
+
+def test_the_page_on_meshes_has_the_bytes_of_the_plan():
+    page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text("utf-8")
+    for rows in (32, 64):
+        exchanged = from_shapes(LLAMA_8B, 8, rows, BFLOAT16, shapes_of(LLAMA_8B)).collectives
+        logits, *small = [c.num_bytes for c in exchanged if c.operation != "all-reduce"]
+        cells = rows, rows * 128256 * 4, logits, sum(small), rows * 128256, rows // 8 * 128256
+        assert f"| {' | '.join(f'{x:,}' for x in cells)} |" in page
 
 
 @pytest.mark.parametrize("name", ["v5e", "v9:2x2", "v5e:2", "v5e:0x4", "v5e:2x2x2x2"])
@@ -117,9 +135,11 @@ def test_collectives_of_a_program_are_counted():
       %c = (f32[2,3]{1,0}, f32[2,24]{1,0}) all-gather-start(%x), dimensions={1}
       %d = f32[2,24]{1,0} all-gather-done(%c)
       %e = f32[2]{0} add(%all-reduce.1, %y)
+      %f = (f32[1,3]{1,0}, f32[1,3]{1,0}, /*index=2*/f32[1,3]{1,0}) all-to-all(%x, %y, %z)
     """
-    operations = [(c.operation, c.num_bytes) for c in collectives(program)]
-    assert operations == [("all-reduce", 2 * 32 * 4096), ("all-reduce", 4 * 36), ("all-gather", 4 * 48)]
+    counted = [(c.operation, c.num_bytes) for c in collectives(program)]
+    summed = [("all-reduce", 2 * 32 * 4096), ("all-reduce", 4 * 36)]
+    assert counted == [*summed, ("all-gather", 4 * 48), ("all-to-all", 4 * 9)]
 
 
 @pytest.mark.slow
@@ -143,11 +163,11 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, cap
     expected = plan.weight_bytes + (batch.pages + 1) * plan.page_bytes + plan.state_bytes
     assert plan.argument_bytes == pytest.approx(expected, rel=0.02)
     rows = batch.rows if preset_name == "off" else 8
-    dense = from_shapes(config, plan.devices, rows, BFLOAT16).collectives
-    large = [c for c in plan.collectives if c.num_bytes > 4096]
-    assert sorted((c.operation, c.num_bytes) for c in large) == sorted(
-        (c.operation, c.num_bytes) for c in dense
-    )
+    state = shapes_of(config, batch, setting)
+    dense = from_shapes(config, plan.devices, rows, BFLOAT16, state).collectives
+    of_selection = Counter() if preset_name == "off" else SELECTION
+    kinds = lambda exchanged: Counter((c.operation, c.num_bytes) for c in exchanged)
+    assert kinds(plan.collectives) == kinds(dense) + of_selection
     pool = f"[{batch.pages + 1},{8 // plan.devices},{page_size},128]"
     copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
     assert not copies, copies
@@ -166,5 +186,5 @@ def test_no_chip_gathers_the_weights_of_experts(experts):
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(weights + pages, rel=0.02)
     exchanged = collectives(compiled.as_text())
     assert sum(c.operation == "all-reduce" and c.num_bytes > 4096 for c in exchanged) == 2 * 2 + 1
-    assert {c.operation for c in exchanged} <= {"all-reduce", "all-gather"}
-    assert max(c.num_bytes for c in exchanged) <= batch.rows * config.vocab_size * 4
+    assert {c.operation for c in exchanged} <= {"all-reduce", "all-gather", "all-to-all"}
+    assert max(c.num_bytes for c in exchanged) <= batch.rows // 4 * config.vocab_size * 4
