@@ -18,7 +18,7 @@ from entropic_jax.analysis.collectives import collectives
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.control import Every, PerRow, pytree
 from entropic_jax.control.scheduling import Scheduling
-from entropic_jax.control.temperature import Mirostat
+from entropic_jax.control.temperature import Integral, Mirostat
 from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods import presets
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -181,8 +181,21 @@ def shared(model: models.Model) -> dict[str, Any]:
     return launch(model, begin(model, law), lambda p, s, c: loop.step(model.decoder, p, c, s), law)
 
 
-CASES = {1: (constrained, controlled, drafted, shared)}
-CASES |= {2: (constrained, drafted, shared), 4: (constrained, controlled, drafted)}
+def replayed(model: models.Model) -> dict[str, Any]:
+    """Gradients of a replay with respect to a gain and to the output projection."""
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, CONFIG.vocab_size, (ROWS, 3)), jnp.int32)
+    state = begin(model, chain(Integral(2.0)))
+
+    def loss(gain: Any, params: Any) -> jax.Array:
+        trace = loop.replay(model.decoder, params, chain(Integral(gain)), state, tokens)[1]
+        return trace.tempered_entropy.sum() + trace.surprisal.sum()
+
+    gain, params = jax.grad(loss, (0, 1))(jnp.float32(2.0), model.params)
+    return {"gain": float(gain), "kernel": np.asarray(params["lm_head"]["kernel"]).tolist()}
+
+
+CASES = {1: (constrained, controlled, drafted, shared, replayed)}
+CASES |= {2: (constrained, drafted, shared, replayed), 4: (constrained, controlled, drafted)}
 
 if __name__ == "__main__":
     models_on = {devices: model_on(devices) for devices in CASES}
