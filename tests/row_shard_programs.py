@@ -22,6 +22,7 @@ from entropic_jax.control.temperature import Integral, Mirostat
 from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods import presets
 from entropic_jax.pallas.paged_attention import SelectionRules
+from entropic_jax.phases.prefill import PrefillChunk
 from entropic_jax.speculation.draft_length import draft_length
 from entropic_jax.speculation.pruned import pruned_drafter
 from entropic_jax.speculation.speculator import speculator
@@ -194,8 +195,16 @@ def replayed(model: models.Model) -> dict[str, Any]:
     return {"gain": float(gain), "kernel": np.asarray(params["lm_head"]["kernel"]).tolist()}
 
 
-CASES = {1: (constrained, controlled, drafted, shared, replayed)}
-CASES |= {2: (constrained, drafted, shared, replayed), 4: (constrained, controlled, drafted)}
+def scored(model: models.Model) -> dict[str, Any]:
+    """Log-probabilities of the tokens of a chunk of a prompt, with the logits of all positions."""
+    tokens = np.random.default_rng(2).integers(0, CONFIG.vocab_size, (2, 6)).astype(np.int32)
+    chunk = PrefillChunk(np.array([1, 4]), tokens, np.array([5, 3], np.int32), np.array([99, 99], np.int32))
+    _, output = loop.launch_prefill(model.decoder, model.params, begin(model, chain()), chunk, scored=True)
+    return {"scores": [np.asarray(x).tolist() for x in output.scores]}
+
+
+CASES = {1: (constrained, controlled, drafted, shared, replayed, scored)}
+CASES |= {2: (constrained, drafted, shared, replayed, scored), 4: (constrained, controlled, drafted)}
 
 if __name__ == "__main__":
     models_on = {devices: model_on(devices) for devices in CASES}
