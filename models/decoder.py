@@ -14,6 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from entropic_jax.state.cache import ModelShape
+from entropic_jax.state.layer_stacks import LayerPattern
 
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
@@ -21,6 +22,7 @@ from .config import Config, ModelError, abbreviate
 from .experts import ExpertReader, Router, SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
+from .layer_stack import layer_pattern, outside_loops, traced_layers
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
 from .quantisation import quantise_module
 from .rope import context_key, rope_problem
@@ -71,15 +73,24 @@ def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:
     return DecoderLayer(hidden, spec, attend, feed_forward)
 
 
-def causal_lm(config: Config) -> CausalLM:
-    """The module of a model."""
+def causal_lm(config: Config, pattern: LayerPattern | None = None) -> CausalLM:
+    """The module of a model.
+
+    Args:
+        config: the model's configuration.
+        pattern: the pattern of the layers that are stacked; None without any.
+    """
     output = FAMILIES[config.architecture].output(config)
-    return CausalLM(config, output, [decoder_layer(config.hidden_size, spec) for spec in blocks(config)])
+    specs = traced_layers(blocks(config), pattern)
+    return CausalLM(config, output, [decoder_layer(config.hidden_size, spec) for spec in specs], pattern)
 
 
 @functools.lru_cache(maxsize=64)
 def structure(
-    config: Config, quantization: str | None = None, operand_dtype: OperandDtype | None = None
+    config: Config,
+    quantization: str | None = None,
+    operand_dtype: OperandDtype | None = None,
+    stacked: bool = False,
 ) -> tuple[nnx.GraphDef[CausalLM], Params]:
     """The module's static structure and its tree of ShapeDtypeStructs; allocates nothing.
 
@@ -87,16 +98,32 @@ def structure(
         config: the model's configuration.
         quantization: the quantization of the weights, see `quantisation`.
         operand_dtype: the dtype of the operands of products, see `Decoder`.
+        stacked: whether layers that repeat are stacked, see `layer_stack`.
     """
-    blocks(config)  # an unknown architecture is an error
+    pattern = layer_pattern(blocks(config)) if stacked else None  # an unknown architecture is an error
 
     def module() -> CausalLM:
-        built = causal_lm(config)
+        built = causal_lm(config, pattern)
         built = built if quantization is None else quantise_module(built, quantization)
         return built if operand_dtype is None else with_wide_activations(built, operand_dtype)
 
     graph, state = nnx.split(nnx.eval_shape(module))
-    return graph, as_tuples(nnx.to_pure_dict(state))
+    params = as_tuples(nnx.to_pure_dict(state))
+    return graph, params if pattern is None else with_repeats(params, pattern)
+
+
+def with_repeats(params: Params, pattern: LayerPattern) -> Params:
+    """The shapes of parameters of which those of layers that repeat are stacked.
+
+    Args:
+        params: shapes, of one repeat.
+        pattern: the pattern of the layers.
+    """
+    begin, end = pattern.prefix, pattern.prefix + pattern.period
+    stack = lambda x: jax.ShapeDtypeStruct((pattern.repeats, *x.shape), x.dtype)
+    layers = params["layers"]
+    stacked = jax.tree.map(stack, layers[begin:end])
+    return {**params, "layers": (*layers[:begin], *stacked, *layers[end:])}
 
 
 def with_wide_activations(module: CausalLM, operand_dtype: OperandDtype) -> CausalLM:
@@ -146,18 +173,31 @@ class Decoder:
         quantization: the quantization of the weights, see `quantisation`.
         operand_dtype: the dtype of the operands of products, if activations are float32 whatever the dtype of
             the weights is; None for activations in the dtype of the embedding.
+        stacked: whether the parameters of layers that repeat are stacked, and their pages, and programs scan
+            over them, see `layer_stack`.
     """
 
     config: Config
     mesh: Mesh | None = None
     quantization: str | None = None
     operand_dtype: OperandDtype | None = None
+    stacked: bool = False
+
+    @property
+    def pattern(self) -> LayerPattern | None:
+        """The layers that programs scan over; None for programs that are unrolled."""
+        return layer_pattern(blocks(self.config)) if self.stacked else None
+
+    @property
+    def structure(self) -> tuple[nnx.GraphDef[CausalLM], Params]:
+        """The module's static structure, and its parameters as ShapeDtypeStructs."""
+        return structure(self.config, self.quantization, self.operand_dtype, self.stacked)
 
     @property
     def partition_specs(self) -> Params:
         """The PartitionSpec of every parameter on the mesh."""
         devices = sharding.model_devices(self.mesh)
-        return sharding.partition_specs(structure(self.config, self.quantization)[1], devices)
+        return sharding.partition_specs(self.structure[1], devices, self.pattern)
 
     @property
     def shape(self) -> ModelShape:
@@ -171,6 +211,7 @@ class Decoder:
             c.vocab_size,
             c.hidden_size,
             *weight_counts(c),
+            pattern=self.pattern,
         )
 
     @property
@@ -192,26 +233,25 @@ class Decoder:
 
     def module(self, params: Params) -> CausalLM:
         """The flax module with these arrays; costs nothing inside jit, where it exists only while tracing."""
-        graph = structure(self.config, self.quantization, self.operand_dtype)[0]
-        return nnx.merge(graph, as_dicts(params))
+        return nnx.merge(self.structure[0], as_dicts(params))
 
     def hidden(
         self,
         params: Params,
         tokens: jax.Array,
         positions: jax.Array,
-        layers: tuple[Any, ...],
+        layers: Any,
         attend: Attend,
         lengths: jax.Array | None = None,
         expert_reader: ExpertReader | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm.
 
         Args:
             params: the model's parameters.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`.
-            layers: one cache per layer, passed to `attend`.
+            layers: one cache per layer, passed to `attend`: a tuple, or `LayerStacks` for stacked layers.
             attend: attention and cache update.
             lengths: int32 `[rows, n]`, tokens of the text that each token is read with; see
                 `rope.rotation_of`.
@@ -226,6 +266,7 @@ class Decoder:
             for layer in module.layers:
                 if isinstance(layer.mlp, SparseMLP):
                     layer.mlp.expert_reader = expert_reader
+            attend = outside_loops(attend)  # the reader counts layers while they are traced
         return module(tokens, positions, layers, attend, lengths)
 
     def embedded(self, params: Params, tokens: jax.Array) -> jax.Array:

@@ -328,7 +328,12 @@ def initialise(head: DraftHead, params: Params, seed: int) -> Params:
         params: the parameters of the model. Where the layer's blocks have the shapes of the head's, the head
             begins as a copy of them.
         seed: the seed of what is random.
+
+    Raises:
+        ModelError: the layers of the model are stacked.
     """
+    if head.target.stacked:
+        raise ModelError("model must be loaded without `stacked` to train a draft head")
     hidden = head.config.hidden_size
     layer = params["layers"][-1 if head.layer is None else head.layer]
     copies = {"q_proj": layer["self_attn"].get("q_proj"), "o_proj": layer["self_attn"].get("o_proj")}

@@ -16,11 +16,13 @@ from flax import nnx
 
 from entropic_jax.mesh import sum_over_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
+from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks
 
 from .activations import FUNCTIONS, XIELU
 from .block_spec import AttentionSpec, BlockSpec, MLPSpec, OutputSpec
 from .config import Config
 from .embedding import Embedding
+from .layer_stack import run_layers
 from .norms import LayerNorm, RMSNorm, WideRMSNorm, norm
 from .rope import RopeSpec, Rotation, apply_rope, rotation_of
 
@@ -270,10 +272,17 @@ class CausalLM(nnx.Module):
         config: the model's configuration.
         output: multipliers, caps and the last norm.
         layers: the decoder layers, in order.
+        pattern: the pattern of those that stand for several, whose arrays are stacked; None without any.
     """
 
-    def __init__(self, config: Config, output: OutputSpec, layers: list[DecoderLayer]) -> None:
-        self.output, self.wide_activations = output, False
+    def __init__(
+        self,
+        config: Config,
+        output: OutputSpec,
+        layers: list[DecoderLayer],
+        pattern: LayerPattern | None = None,
+    ) -> None:
+        self.output, self.wide_activations, self.pattern = output, False, pattern
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
         self.norm = norm(config.hidden_size, output.norm)
@@ -283,16 +292,16 @@ class CausalLM(nnx.Module):
         self,
         tokens: jax.Array,
         positions: jax.Array,
-        caches: tuple[Any, ...],
+        caches: Any,
         attend: Attend,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, Any]:
         """Hidden states after the last norm.
 
         Args:
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`.
-            caches: one cache per layer, passed to `attend`.
+            caches: one cache per layer, passed to `attend`: a tuple, or `LayerStacks` for stacked arrays.
             attend: attention and cache update.
             lengths: int32 `[rows, n]`, tokens of the text that each token is read with; see
                 `rope.rotation_of`.
@@ -305,10 +314,16 @@ class CausalLM(nnx.Module):
         rotations = {rope: rotation_of(rope, positions, lengths) for rope in ropes if rope is not None}
         context = TokenContext(positions, rotations)
         x, written = self.embedded(tokens), []
+        if self.pattern is not None:
+            x, stacks = run_layers(layers, self.pattern, x, context, caches, attend)
+            return self.norm(x), stacks
+        if isinstance(caches, LayerStacks) and len(caches.pools) < len(caches):
+            raise ValueError("caches must be separate for a model whose layers are; got stacks")
         for layer, cache in zip(self.layers, caches, strict=True):
             x, cache = layer(x, context, cache, attend)
             written.append(cache)
-        return self.norm(x), tuple(written)
+        stacks = isinstance(caches, LayerStacks)
+        return self.norm(x), LayerStacks(tuple(written), caches.places) if stacks else tuple(written)
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """The embeddings of tokens int32 `[...]` as the first layer reads them, `[..., hidden]`."""

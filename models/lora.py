@@ -228,6 +228,10 @@ class LoraDecoder:
 
     decoder: Decoder
 
+    def __post_init__(self) -> None:
+        if self.decoder.stacked:
+            raise ModelError("model must be loaded without `stacked` to have adapters")
+
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model."""

@@ -28,6 +28,7 @@ from .formats.model_files import SINGLE, gguf_path
 from .generation_json import read_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .kernel_layout import block_kernels
+from .layer_stack import stack_layers
 from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
@@ -52,12 +53,13 @@ class Model:
     quantization: str | None = None  # of the weights; None: not quantised
     operand_dtype: OperandDtype | None = None  # see `Decoder`
     blocked: bool = False  # some matrices lie block by block, see `kernel_layout`
+    stacked: bool = False  # layers that repeat are stacked, see `layer_stack`
 
     @property
     def decoder(self) -> Decoder:
         """The model's pure functions, static in compiled programs."""
         config = sharding.with_kv_head_copies(self.config, sharding.model_devices(self.mesh))
-        return Decoder(config, self.mesh, self.quantization, self.operand_dtype)
+        return Decoder(config, self.mesh, self.quantization, self.operand_dtype, self.stacked)
 
     @property
     def activation_dtype(self) -> np.dtype:
@@ -122,6 +124,7 @@ def load(
     mesh: Mesh | None = None,
     quantization: str | None = None,
     blocked: bool = False,
+    stacked: bool = False,
 ) -> Model:
     """Read a Hugging Face model directory, or one that `convert` wrote.
 
@@ -142,6 +145,8 @@ def load(
         blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding
             is faster, the results are the same. They then have another shape (see `kernel_layout`), and the
             model cannot be saved, quantised or divided.
+        stacked: whether layers that repeat are stacked, as in an engine whose programs scan over layers; see
+            `layer_stack`. The model is as limited as with `blocked`, which it then is not.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -169,7 +174,8 @@ def load(
         params = read(vectors, as_stored and mesh is None)
         model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
         model = model if quantization is None else quantised(model, quantization)
-    return in_blocks(model) if blocked else model
+    model = stack_layers(model) if stacked else model
+    return in_blocks(model) if blocked and not model.stacked else model
 
 
 def tensor_reader(
@@ -228,10 +234,11 @@ def in_blocks(model: Model) -> Model:
     return dataclasses.replace(model, blocked=block_kernels(model.params))
 
 
-def _check_not_blocked(model: Model, action: str) -> None:
-    """Raise ModelError for a model whose matrices lie block by block."""
-    if model.blocked:
-        raise ModelError(f"model must be loaded without `blocked` to be {action}")
+def _check_layout(model: Model, action: str) -> None:
+    """Raise ModelError for a model whose matrices lie block by block, or in stacks."""
+    for name in ("blocked", "stacked"):
+        if getattr(model, name):
+            raise ModelError(f"model must be loaded without `{name}` to be {action}")
 
 
 def wide_activations(dtype: np.dtype) -> OperandDtype | None:
@@ -255,7 +262,7 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
         ModelError: for another quantisation, one whose groups do not divide the model's matrices, or a model
             that is quantised already; a ValueError.
     """
-    _check_not_blocked(model, "quantised")
+    _check_layout(model, "quantised")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised; its weights are {model.quantization}")
     shapes = structure(model.config, check_quantization(quantization))[1]
@@ -285,7 +292,7 @@ def check_surrounding(tokenizer: Tokenizer, directory: Path, config: Config) -> 
 
 def shard(model: Model, mesh: Mesh) -> Model:
     """The model with its weights divided over a mesh. Raises ModelError if they cannot be."""
-    _check_not_blocked(model, "divided")
+    _check_layout(model, "divided")
     sharding.check_mesh(model.config, mesh)
     config = sharding.with_kv_head_copies(model.config, sharding.model_devices(mesh))
     shapes = structure(config, model.quantization)[1]
@@ -325,7 +332,7 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
         path: the path of the directory, which is made.
         dtype: the dtype of the weights on disk, by default that of the parameters.
     """
-    _check_not_blocked(model, "saved")
+    _check_layout(model, "saved")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
     if (copies := sharding.kv_head_copies(model.config, sharding.model_devices(model.mesh))) > 1:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from entropic_jax.mesh import AXES, DATA, EXPERT, SHARDS, TENSOR
+from entropic_jax.state.layer_stacks import LayerPattern
 
 from .block_spec import BlockSpec, ExpertsSpec, LatentAttentionSpec
 from .config import Config, ModelError
@@ -78,25 +79,37 @@ def model_devices(mesh: Mesh | None) -> int:
     return 1 if mesh is None else mesh.shape[TENSOR] * mesh.shape[EXPERT]
 
 
-def partition_specs(shapes: Any, devices: int) -> Any:
+def partition_specs(shapes: Any, devices: int, pattern: LayerPattern | None = None) -> Any:
     """The PartitionSpec of every array of a model's `Params`; nothing is divided over one device.
 
     Args:
         shapes: the shapes of the arrays, in the structure of `Params`.
         devices: number of devices of a copy of the model.
+        pattern: the pattern of the layers that are stacked (`layer_stack`); None without any.
     """
+    begin, period = (0, 0) if pattern is None else (pattern.prefix, pattern.period)
+    stacked = [("layers", number) for number in range(begin, begin + period)]
 
     def spec(path: tuple[Any, ...], x: Any) -> P:
         if devices == 1:
             return P()
-        return partition_spec(tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path), x.ndim)
+        names = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+        if names[:2] not in stacked:
+            return partition_spec(names, x.ndim)
+        return P(None, *partition_spec(names, x.ndim - 1))
 
     return jax.tree_util.tree_map_with_path(spec, shapes)
 
 
-def shardings(shapes: Any, mesh: Mesh) -> Any:
-    """The NamedSharding of every array of a model's `Params`."""
-    specs = partition_specs(shapes, model_devices(mesh))
+def shardings(shapes: Any, mesh: Mesh, pattern: LayerPattern | None = None) -> Any:
+    """The NamedSharding of every array of a model's `Params`.
+
+    Args:
+        shapes: the shapes of the arrays, in the structure of `Params`.
+        mesh: the mesh of the devices that hold them.
+        pattern: the pattern of the layers that are stacked; None without any.
+    """
+    specs = partition_specs(shapes, model_devices(mesh), pattern)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 

@@ -4,7 +4,8 @@
 
 A mesh is its number of devices along tensor, or those along tensor and expert.
 
-JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS.
+JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS. Layers are scanned with
+`ENTROPIC_LAYERS=scanned`.
 """
 
 import dataclasses
@@ -19,6 +20,7 @@ from entropic_jax import allocate, generate, loop, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.mesh import gather_last_axis, make_mesh, sharding
 from entropic_jax.methods import presets
+from entropic_jax.models.layer_stack import scans_layers, stack_layers
 from entropic_jax.models.sharding import local_region
 from entropic_jax.pallas.paged_attention import SelectionRules
 from entropic_jax.phases.batch import gather_active
@@ -81,9 +83,9 @@ def model_of(family: str, mesh: str) -> models.Model:
     )
     model = dataclasses.replace(model, params=params)
     tensor, experts = (int(size) for size in f"{mesh}x1".split("x")[:2])
-    if tensor == experts == 1:
-        return model
-    return models.shard(model, make_mesh(tensor, expert_parallel_size=experts))
+    if tensor * experts > 1:
+        model = models.shard(model, make_mesh(tensor, expert_parallel_size=experts))
+    return stack_layers(model) if scans_layers() else model
 
 
 def begin(model: models.Model, preset: presets.Preset) -> Any:
@@ -128,7 +130,7 @@ def logits_of(model: models.Model, state: Any) -> jax.Array:
 
 def misplaced(model: models.Model) -> list[str]:
     """The parameters of which half of the devices hold anything but what `local_region` says."""
-    if model.mesh is None:
+    if model.mesh is None or model.stacked:
         return []
     devices = list(model.mesh.devices.flat)
     half = set(devices[len(devices) // 2 :])  # as a process has them: those of one place along `tensor`

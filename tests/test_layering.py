@@ -19,7 +19,7 @@ LAYERS = (
     ("entropic_jax.mesh", "entropic_jax.parameter_tables"),
     ("entropic_jax.cpu_runtime",),
     ("entropic_jax.pallas",),
-    ("entropic_jax.state.row_subset",),
+    ("entropic_jax.state.row_subset", "entropic_jax.state.layer_stacks"),
     ("entropic_jax.state.constraints",),
     ("entropic_jax.state.cache",),
     ("entropic_jax.entropy", "entropic_jax.state"),
@@ -50,7 +50,8 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # checkers. `entropic_jax.LLM` runs the serving engine.
 LAZY_EXPORTS = {"entropic_jax": ("entropic_jax.serving.llm",)}
 # A model does not know that it is controlled.
-A_MODEL_KNOWS = tuple(f"entropic_jax.{name}" for name in ("attention", "mesh", "pallas", "state.cache"))
+PARTS = ("attention", "mesh", "pallas", "state.cache", "state.layer_stacks")
+A_MODEL_KNOWS = tuple(f"entropic_jax.{name}" for name in PARTS)
 
 
 def layer(module: str) -> str | None:

@@ -18,6 +18,7 @@ import pytest
 from entropic_jax import models
 from entropic_jax.analysis.collectives import Collective, collectives
 from entropic_jax.mesh import AXES, make_mesh
+from entropic_jax.models.layer_stack import VARIABLE
 from tests.compilation import virtual_devices
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -49,10 +50,10 @@ def size_of(mesh: str) -> int:
 
 
 @cache
-def reports(family: str, mesh: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def reports(family: str, mesh: str, layers: str = "unrolled") -> tuple[dict[str, Any], dict[str, Any]]:
     """What one device reports, and what a mesh does (`tests.mesh_programs`)."""
     arguments = [sys.executable, "-m", "tests.mesh_programs", family, "1", mesh]
-    environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
+    environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS, VARIABLE: layers}
     done = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=1200, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
@@ -136,6 +137,31 @@ def test_no_device_has_more_than_its_share(family, shards):
     assert undivided < 0.05 * mesh["weight_bytes"]
     assert not mesh["misplaced"]
     assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "shards"),
+    [("llama", "2"), ("mixtral", "2x2"), pytest.param("llama", "4", marks=pytest.mark.exhaustive)],
+)
+def test_scanned_layers_on_a_mesh_compute_what_unrolled_ones_do(family, shards):
+    device = reports(family, IN_CI[family])[0]
+    alone, mesh = reports(family, shards, "scanned")
+    for scanned in (alone, mesh):
+        np.testing.assert_allclose(scanned["logits"], device["logits"], atol=2e-4, rtol=0)
+        for preset in ("off", "full-lossy"):
+            assert scanned[preset]["tokens"] == device[preset]["tokens"]
+            np.testing.assert_allclose(scanned[preset]["entropy"], device[preset]["entropy"], atol=1e-3)
+    assert mesh["pool_shape"][0] == 2 * device["pool_shape"][0], "the pages of both layers are one pool"
+    in_program = collectives(mesh["program"])
+    assert [c.operation for c in in_program].count("all-reduce") == 2 * mesh["layers"] + 1
+    assert mesh["program"].count(" all-reduce(") == 2 + 1, "the layers are traced once"
+    assert not forbidden(in_program, rows=4, vocabulary=96)
+    shape = re.escape(f"f32[{','.join(map(str, mesh['pool_shape']))}]")
+    copies = rf"= {shape}\S* (?:copy|select|transpose|copy-start|all-gather)\(.*"
+    assert re.search(shape, mesh["program"]) and not re.findall(copies, mesh["program"])
+    stacks = r"= f32\[2,\d+,\d+\]\S* (?:copy|all-gather)\(.*"
+    assert not re.findall(stacks, mesh["program"]), "stacked weights are copied"
 
 
 @pytest.mark.slow

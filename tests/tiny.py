@@ -7,12 +7,13 @@ import jax
 import numpy as np
 
 from entropic_jax import allocate, chain, generate, models, parameters, start
+from entropic_jax.models.layer_stack import scans_layers, stack_layers
 from entropic_jax.state import RUNNING, State, Trace
 
 
 @once
 def model(seed: int = 0, **changes: Any) -> models.Model:
-    """A Llama of two layers; sharp enough that its entropy varies."""
+    """A Llama of two layers; sharp enough that its entropy varies. Stacked with `ENTROPIC_LAYERS=scanned`."""
     sizes: dict[str, Any] = dict(
         architecture="LlamaForCausalLM",
         vocab_size=96,
@@ -26,7 +27,8 @@ def model(seed: int = 0, **changes: Any) -> models.Model:
     model = models.initialise(models.Config(**{**sizes, **changes}), seed)
     params = dict(model.params)
     params["lm_head"] = jax.tree.map(lambda x: 3 * x, params["lm_head"])
-    return models.Model(model.config, params)
+    model = models.Model(model.config, params)
+    return stack_layers(model) if scans_layers() else model
 
 
 def prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

@@ -124,28 +124,31 @@ def merged(cache: Cache, length: jax.Array, page_size: int) -> Cache:
     filled = jnp.arange(per_row * pages_per_page) < -(-length // cache.page_size)[:, None]
     filled = filled.reshape(rows * per_row, pages_per_page)
 
-    def parts(x: jax.Array) -> jax.Array:
-        return x[table].reshape(rows * per_row, pages_per_page, *x.shape[1:])
+    def parts(x: jax.Array, numbers: jax.Array) -> jax.Array:
+        return x[numbers].reshape(rows * per_row, pages_per_page, *x.shape[1:])
 
     def with_bin(x: jax.Array) -> jax.Array:
         return jnp.concatenate([x, jnp.zeros_like(x[:1])])
 
-    def tiles(x: Any) -> jax.Array:
-        return with_bin(parts(x).swapaxes(1, 2).reshape(rows * per_row, x.shape[1], page_size, x.shape[3]))
+    def tiles(x: Any, numbers: jax.Array) -> jax.Array:
+        return with_bin(
+            parts(x, numbers).swapaxes(1, 2).reshape(rows * per_row, x.shape[1], page_size, x.shape[3])
+        )
 
-    def summary(x: jax.Array, reduce: Any, blank: float) -> jax.Array:
+    def summary(x: jax.Array, numbers: jax.Array, reduce: Any, blank: float) -> jax.Array:
         real = filled.reshape(*filled.shape, *(1,) * (x.ndim - 1))
-        reduced = reduce(jnp.where(real, parts(x), blank), axis=1)
+        reduced = reduce(jnp.where(real, parts(x, numbers), blank), axis=1)
         return with_bin(jnp.where(jnp.isfinite(reduced), reduced, 0.0))
 
     def layer(x: Layer) -> Layer:
+        numbers = x.pages_of(table)
         return Layer(
-            tiles(x.keys),
-            tiles(x.values),
-            summary(x.key_min, jnp.min, jnp.inf),
-            summary(x.key_max, jnp.max, -jnp.inf),
-            summary(x.key_sum, jnp.sum, 0.0),
-            summary(x.value_norm, jnp.max, 0.0),
+            tiles(x.keys, numbers),
+            tiles(x.values, numbers),
+            summary(x.key_min, numbers, jnp.min, jnp.inf),
+            summary(x.key_max, numbers, jnp.max, -jnp.inf),
+            summary(x.key_sum, numbers, jnp.sum, 0.0),
+            summary(x.value_norm, numbers, jnp.max, 0.0),
         )
 
     pages = rows * per_row

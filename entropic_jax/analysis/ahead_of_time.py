@@ -20,7 +20,7 @@ from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
-from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.models.decoder import Decoder
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -55,7 +55,7 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
 
 
-def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset) -> Any:
+def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset, stacked: bool = True) -> Any:
     """The `State` of a batch, as shapes.
 
     Args:
@@ -63,8 +63,9 @@ def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset) -> An
         batch: sizes of the batch.
         dtype: the dtype of the KV cache.
         preset: the preset of control.
+        stacked: whether the step scans over layers, as on TPUs.
     """
-    decoder = Decoder(config)
+    decoder = Decoder(config, stacked=stacked)
 
     def start() -> Any:
         pool = allocate(
@@ -97,6 +98,7 @@ def compile_step(
     dtypes: tuple[Any, Any],
     preset: Preset,
     experts: int = 1,
+    stacked: bool = True,
 ) -> jax.stages.Compiled:
     """Compile one decode step, divided over all of the devices.
 
@@ -107,21 +109,21 @@ def compile_step(
         dtypes: the dtypes of the weights, and of the KV cache.
         preset: the preset of control.
         experts: groups of devices over which experts are divided.
+        stacked: whether the step scans over layers, as on TPUs; False unrolls them.
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
     config = model_sharding.with_kv_head_copies(config, len(devices))
-    decoder = Decoder(config, mesh)
+    decoder = Decoder(config, mesh, stacked=stacked)
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
 
-    shapes = structure(config)[1]
+    shapes = decoder.structure[1]
     weights_dtype = jnp.dtype(dtypes[0])
-    params = jax.tree.map(
-        partial(placed, dtype=weights_dtype), shapes, model_sharding.shardings(shapes, mesh)
-    )
-    state = state_shapes(config, batch, dtypes[1], preset)
+    places = model_sharding.shardings(shapes, mesh, decoder.pattern)
+    params = jax.tree.map(partial(placed, dtype=weights_dtype), shapes, places)
+    state = state_shapes(config, batch, dtypes[1], preset, stacked)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
 
     def step(params: Any, state: Any) -> Any:

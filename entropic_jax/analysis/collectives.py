@@ -11,6 +11,12 @@ INSTRUCTION = re.compile(
 )
 COMMENT = re.compile(r"/\*.*?\*/")  # in long tuples, the number of the array that follows
 ARRAY = re.compile(r"\b(?P<dtype>[a-z]+\d*\w*)\[(?P<shape>[\d,]*)\]")
+COMPUTATION = re.compile(r"^(?:ENTRY )?%?(?P<name>[\w.\-]+) \(.*\) -> .*\{$")
+CALLED = re.compile(r"(?:body|condition|calls|to_apply|\w+_computations?)=(?P<names>\{[^}]*\}|%?[\w.\-]+)")
+LOOP = re.compile(r" while\(.*condition=%?(?P<condition>[\w.\-]+), body=%?(?P<body>[\w.\-]+)")
+TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(?P<count>\d+)"')
+COMPARISON = re.compile(r"ROOT .* compare\(.*%(?P<most>[\w.\-]+)\), direction=LT")
+CONSTANT = re.compile(r"%(\S+) = s32\[\]\S* constant\((\d+)\)")
 
 
 class Collective(NamedTuple):
@@ -22,15 +28,68 @@ class Collective(NamedTuple):
 
 
 def collectives(program: str) -> list[Collective]:
-    """The collectives in the text of a compiled program, `jax.stages.Compiled.as_text()`.
+    """The collectives that a compiled program runs, from its text, `jax.stages.Compiled.as_text()`.
 
-    One that is split into a start and a completion counts once. One in a loop counts once, however often the
-    loop runs.
+    One that is split into a start and a completion counts once. One in a loop, as over the layers of a model,
+    counts as often as the loop runs, if the text says how often that is; else once.
 
     >>> collectives("%sum = f32[4,64]{1,0} all-reduce(%x), channel_id=1")
     [Collective(operation='all-reduce', shapes=((4, 64),), num_bytes=1024)]
     """
-    return [read(match) for match in INSTRUCTION.finditer(COMMENT.sub("", program))]
+    program = COMMENT.sub("", program)
+    runs = turns(program)
+    return [
+        read(match)
+        for name, text in computations(program).items()
+        for match in INSTRUCTION.finditer(text)
+        for _ in range(runs.get(name, 1))
+    ]
+
+
+def computations(program: str) -> dict[str, str]:
+    """The texts of a program's computations by their names; "" is that of a text without any."""
+    result: dict[str, list[str]] = {"": []}
+    name = ""
+    for line in program.splitlines():
+        if begins := COMPUTATION.match(line):
+            name = begins["name"]
+        result.setdefault(name, []).append(line)
+    return {name: "\n".join(lines) for name, lines in result.items()}
+
+
+def turns(program: str) -> dict[str, int]:
+    """How often each computation of a program runs, as far as loops have a known number of turns."""
+    texts = computations(program)
+    calls: dict[str, tuple[str, int]] = {}  # who calls a computation, and how often in a run
+    for name, text in texts.items():
+        for line in text.splitlines():
+            for called in (x for names in CALLED.findall(line) for x in re.findall(r"[\w.\-]+", names)):
+                calls[called] = name, 1
+            if loop := LOOP.search(line):
+                calls[loop["body"]] = name, loop_turns(line, texts[loop["condition"]])
+
+    def runs(name: str) -> int:
+        if name not in calls:
+            return 1
+        caller, number = calls[name]
+        return number * runs(caller)
+
+    return {name: runs(name) for name in texts}
+
+
+def loop_turns(loop: str, condition: str) -> int:
+    """How often a loop runs; 1 where it is not known.
+
+    Args:
+        loop: the instruction.
+        condition: the computation of its condition. A loop of so many turns, which counts from 0, compares
+            with a constant.
+    """
+    if known := TRIP_COUNT.search(loop):
+        return int(known["count"])
+    compared = COMPARISON.search(condition)
+    constants = dict(CONSTANT.findall(condition))
+    return int(constants.get(compared["most"], 1)) if compared else 1
 
 
 def read(match: re.Match[str]) -> Collective:

@@ -14,6 +14,7 @@ from ..pallas.paged_attention import PartialAttention
 from ..pallas.paged_attention.quantised import put_pages, stored
 from ..pallas.paged_attention.write_reference import update_summary
 from ..state.cache import Cache, Layer
+from .layer_loop import LoopedAttention
 from .statistics import Observer
 
 
@@ -46,7 +47,7 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
         layer = write(layer, table, span, k, v)
         return read(layer, table, span, q, window, reader, observer, soft_cap, sink, chunk), layer
 
-    return attend
+    return LoopedAttention(attend, [x for x in (reader, observer) if x is not None])
 
 
 def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
@@ -60,11 +61,11 @@ def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.
         k: keys `[rows, n, kv_heads, head_dim]`.
         v: values of the same shape.
     """
-    n = k.shape[1]
+    n, table = k.shape[1], layer.pages_of(table)
     summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
-    if n == 1 or paged_attention.writes_in_order((layer.keys, layer.values), summaries, k, v):
-        return _write_in_order(layer, table, span, k, v)
-    return _write_many(layer, table, span, k, v)
+    in_order = n == 1 or paged_attention.writes_in_order((layer.keys, layer.values), summaries, k, v)
+    written = (_write_in_order if in_order else _write_many)(layer, table, span, k, v)
+    return written._replace(first_page=layer.first_page)
 
 
 def _write_in_order(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
@@ -165,7 +166,7 @@ def read(
         ValueError: a reader of prompts would have to read with a soft cap or sinks.
     """
     rows, n, heads, head_dim = q.shape
-    kv_heads = layer.keys.shape[1]
+    kv_heads, table = layer.keys.shape[1], layer.pages_of(table)
     q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
     last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)

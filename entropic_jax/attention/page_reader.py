@@ -3,6 +3,7 @@
 `page_selection` decides which pages those are.
 """
 
+from collections.abc import Hashable
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -62,6 +63,9 @@ class PageChooser(Protocol):
     def memory(self) -> Any:
         """The part of the choice that the next step needs: a pytree with one entry per row."""
 
+    def layer_kind(self, number: int) -> Hashable | None:
+        """How a layer's pages are chosen; see `layer_loop.LayerRecorder`."""
+
 
 class LayerAttention:
     """Attention of one step to the KV cache, layer after layer; its subclasses say which pages it covers."""
@@ -82,6 +86,10 @@ class LayerAttention:
     ) -> PartialAttention:
         """The attention of the next layer with its log-sum-exp; arguments as in `PageReader`."""
         raise NotImplementedError
+
+    def layer_kind(self, number: int) -> Hashable | None:
+        """See `layer_loop.LayerRecorder`. None: each layer is traced for itself."""
+        return None
 
 
 class PageReader(LayerAttention):
@@ -108,7 +116,7 @@ class PageReader(LayerAttention):
             last: int32 `[rows]`, end of the positions held.
             soft_cap: the soft cap of the scores; pages are chosen without it.
         """
-        keys, values, table = layer.keys, layer.values, self.cache.table
+        keys, values, table = layer.keys, layer.values, layer.pages_of(self.cache.table)
         pages, ends = self.chooser.choose(len(self.layer_stats), layer, q, last), (first, last)
         if pages is None:
             self.layer_stats.append(dense_layer_stats(layer, first, last))
@@ -122,7 +130,7 @@ class PageReader(LayerAttention):
         return part
 
     def _gated_stats(self, layer: Layer, pages: PageGates, last: jax.Array) -> ReadStats:
-        gate, size, table = pages.gate, self.cache.page_size, self.cache.table
+        gate, size, table = pages.gate, self.cache.page_size, layer.pages_of(self.cache.table)
         filled = jnp.clip(last[:, None] - jnp.arange(table.shape[1]) * size, 0, size)[:, None].astype(
             jnp.float32
         )
@@ -149,7 +157,8 @@ class PageReader(LayerAttention):
     ) -> jax.Array:
         """2δ·max‖v‖ of each row, where δ bounds the attention mass of the pages that are not listed."""
         page = jnp.arange(self.cache.table.shape[1])
-        norm = jnp.where((page < row_pages)[..., None], layer.value_norm[self.cache.table], 0.0).max(1)
+        norm = layer.value_norm[layer.pages_of(self.cache.table)]
+        norm = jnp.where((page < row_pages)[..., None], norm, 0.0).max(1)
         if pages.log_bound is None:
             dropped = jnp.ones_like(part.log_sum_exp)
         else:
@@ -162,6 +171,10 @@ class PageReader(LayerAttention):
     def memory(self) -> Any:
         """The part of the choice that the next step needs."""
         return self.chooser.memory()
+
+    def layer_kind(self, number: int) -> Hashable | None:
+        """See `layer_loop.LayerRecorder`."""
+        return self.chooser.layer_kind(number)
 
     def total(self) -> ReadStats:
         """Read statistics of the step, over all layers."""

@@ -6,6 +6,7 @@ reads the pages.
 """
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
@@ -191,7 +192,7 @@ def weigh_pages(kind: Information, layer: Layer, cache: Cache, length: jax.Array
         cache: whose page table says which pages a row has, and which may hold the surprisals.
         length: int32 `[rows]`, positions that each row holds.
     """
-    summary, table = PageSummary(layer.key_min, layer.key_max, layer.key_sum), cache.table
+    summary, table = PageSummary(layer.key_min, layer.key_max, layer.key_sum), layer.pages_of(cache.table)
     if kind == "value":
         return WeighedPages(summary, layer.value_norm, table)
     if kind == "mass":
@@ -230,7 +231,7 @@ def _row_information(kind: Information, layer: Layer, cache: Cache, length: jax.
                 "information must not be 'mahalanobis' without a cache allocated with moments=True"
             )
         total, square = (
-            jnp.where(real[..., None, None], x[cache.table], 0.0)
+            jnp.where(real[..., None, None], x[layer.pages_of(cache.table)], 0.0)
             for x in (layer.value_sum, layer.value_square)
         )
         count = jnp.maximum(filled.sum(1), 1).astype(jnp.float32)[:, None, None]
@@ -295,13 +296,22 @@ class StepSelection:
         """The lists, where they outlive the step."""
         return tuple(self.lists) if self.selection.refresh > 1 else ()
 
+    def layer_kind(self, number: int) -> Hashable | None:
+        """See `layer_loop.LayerRecorder`. Lists that layers or steps share are traced layer by layer."""
+        selection = self.selection
+        if selection.refresh > 1 or selection.layers_per_list > 1:
+            return None
+        is_first = number == selection.dense_layers and selection.first_layer_scale != 1
+        return number < selection.dense_layers, is_first
+
     def _lead(
         self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array, group: int
     ) -> tuple[PageChoice, jax.Array]:
         """The choice of the first layer of a group, and in which rows (bool `[rows]`) it is new."""
         if self.selection.refresh == 1:
             choice = self._select(layer, q, limit, last)
-            self.lists.append(choice)
+            if self.selection.layers_per_list > 1:
+                self.lists.append(choice)
             return choice, jnp.ones(last.shape, bool)
         row_pages = -(-last // self.cache.page_size)
         keep = lambda: extended(self.lists[group], row_pages, q.shape[:3])

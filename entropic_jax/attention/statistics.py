@@ -66,8 +66,7 @@ class Observer:
     def __init__(self, observation: Observation, cache: Cache) -> None:
         self.observation, self.table = observation, cache.table
         self.observed_layers = observation.numbers(len(cache.layers))
-        self.layers = 0
-        self.seen: list[Focus] = []
+        self.layer_stats: list[Focus | None] = []  # None for a layer that is not observed
 
     def see(self, layer: Layer, q: jax.Array, first: jax.Array, last: jax.Array) -> None:
         """Adds the statistics of the next layer, if it is observed.
@@ -78,26 +77,32 @@ class Observer:
             first: int32 `[rows]`, first position that the query sees.
             last: int32 `[rows]`, end of the positions held.
         """
-        number, self.layers = self.layers, self.layers + 1
-        if number not in self.observed_layers:
+        if len(self.layer_stats) not in self.observed_layers:
+            self.layer_stats.append(None)
             return
+        table = layer.pages_of(self.table)
         positions = jnp.maximum(last - first, 0)
         most = jnp.log(jnp.maximum(positions, 1).astype(jnp.float32))
         if self.observation.padded:
-            heads, padded = _released(layer, self.table, q, first, last, self.observation.padded)
+            heads, padded = _released(layer, table, q, first, last, self.observation.padded)
             weights = heads.attention_weights
             distance = jnp.abs(weights - weights.mean(1, keepdims=True)).mean((1, 2))
             agreement, most = distance, jnp.full_like(most, jnp.log(padded))
         else:
             measure = _by_position if self.observation.exact else by_page
-            heads = measure(layer, self.table, q, first, last)
+            heads = measure(layer, table, q, first, last)
             agreement = agree(heads.attention_weights)
         focus = Focus(heads.entropy.mean(1), heads.entropy.var(1), agreement, heads.strength.mean(1), most)
-        self.seen.append(jax.tree.map(lambda x: jnp.where(positions > 0, x, 0.0), focus))
+        self.layer_stats.append(jax.tree.map(lambda x: jnp.where(positions > 0, x, 0.0), focus))
+
+    def layer_kind(self, number: int) -> bool:
+        """See `layer_loop.LayerRecorder`: whether the layer is observed."""
+        return number in self.observed_layers
 
     def total(self) -> Focus:
         """The mean over the layers observed."""
-        return jax.tree.map(lambda *x: jnp.stack(x).mean(0), *self.seen)
+        seen = [focus for focus in self.layer_stats if focus is not None]
+        return jax.tree.map(lambda *x: jnp.stack(x).mean(0), *seen)
 
 
 def agree(weights: jax.Array) -> jax.Array:

@@ -98,8 +98,12 @@ class WindowReader(LayerAttention):
         is_listed = len(self.layer_stats) < self.num_listed
         lists: tuple[Any, Any] = (self.page_list, self.num_pages) if is_listed else (None, None)
         self.layer_stats.append(self.stats if is_listed else dense_layer_stats(layer, first, last))
-        operands = (layer.keys, layer.values, self.cache.table, *lists, first, last)
+        operands = (layer.keys, layer.values, layer.pages_of(self.cache.table), *lists, first, last)
         return paged_attention.decode(q, *operands, soft_cap=soft_cap)
+
+    def layer_kind(self, number: int) -> bool:
+        """See `layer_loop.LayerRecorder`: whether the layer reads the listed pages only."""
+        return number < self.num_listed
 
     def total(self) -> ReadStats:
         """Read statistics of the step, over all layers; the mass left unread is not estimated."""

@@ -17,6 +17,7 @@ from ..pallas.paged_attention.quantised import Pool, gather, put_pages, reads_as
 from ..speculation import Speculator
 from ..state import RUNNING, State, Trace
 from ..state.cache import Cache, Layer, shrink
+from ..state.layer_stacks import replace_layer
 from .policies import CompressionPolicy, MethodState, top_mask
 
 
@@ -145,15 +146,17 @@ def compress_rows(state: State, rows: jax.Array) -> State:
     selected = rows & ~shared & (state.length > policy.budget)
     kv_heads = cache.layers[0].keys.shape[1]
     max_entries = min(policy.budget * (kv_heads if memory.held_pages else 1), _capacity(cache))
-    layers, pages_per_head = [], []
-    for layer, observed in zip(cache.layers, memory.observed, strict=True):
-        keys, values = (_unpage(x, cache.table) for x in (layer.keys, layer.values))
+    layers, pages_per_head = cache.layers, []
+    for number, observed in enumerate(memory.observed):
+        layer = layers[number]
+        keys, values = (_unpage(x, layer.pages_of(cache.table)) for x in (layer.keys, layer.values))
         scores = policy.score_entries(observed, keys, state.length)
         pages = policy.pages_per_head(scores, cache.page_size)
         entries = jnp.int32(policy.budget) if pages is None else pages * cache.page_size
         entries = jnp.broadcast_to(entries, scores.shape[:2])
         index = top_positions(scores, entries, max_entries)
-        layers.append(_write_front(layer, cache, keys, values, index, entries, selected))
+        written = _write_front(layer, cache, keys, values, index, entries, selected)
+        layers = replace_layer(layers, number, written)
         pages_per_head.append(pages)
     length = jnp.full_like(state.length, policy.budget)
     kept_pages = -(-length // cache.page_size)
@@ -181,7 +184,7 @@ def compress_rows(state: State, rows: jax.Array) -> State:
             kept_pages=jnp.where(selected, kept_pages, memory.kept_pages),
             pending=memory.pending & ~rows,
         ),
-        cache=shrink(cache._replace(layers=tuple(layers)), jnp.where(selected, length, _capacity(cache))),
+        cache=shrink(cache._replace(layers=layers), jnp.where(selected, length, _capacity(cache))),
     )
 
 
@@ -235,7 +238,7 @@ def _write_front(
     key_min = jnp.min(jnp.where(valid, k.astype(jnp.float32), jnp.inf), 3)
     key_max = jnp.max(jnp.where(valid, k.astype(jnp.float32), -jnp.inf), 3)
     v32 = v.astype(jnp.float32)
-    page = jnp.where(selected[:, None], cache.table[:, :pages], cache.pages)
+    page = layer.pages_of(jnp.where(selected[:, None], cache.table[:, :pages], cache.pages))
     all_positions = jnp.ones((*page.shape, size), bool)
 
     def put(x: jax.Array, new: jax.Array) -> jax.Array:

@@ -80,7 +80,7 @@ class PrefillReader:
         Returns:
             `[rows, kv_heads, group, n, head_dim]`.
         """
-        table, size, n = self.cache.table, self.cache.page_size, q.shape[3]
+        table, size, n = layer.pages_of(self.cache.table), self.cache.page_size, q.shape[3]
         valid = jnp.arange(n) < self.span.num_tokens[:, None]
         page = jnp.arange(table.shape[1])
         prior_pages = (page + 1) * size <= query[:, None]
@@ -185,7 +185,7 @@ class DecodeReader:
         Returns:
             `[rows, kv_heads, group, head_dim]`.
         """
-        table, number = self.cache.table, len(self.layer_stats)
+        table, number = layer.pages_of(self.cache.table), len(self.layer_stats)
         if self.compression is not None:
             start = jnp.maximum(last - 1, 0)
             prior_pages = (jnp.arange(table.shape[1]) + 1) * self.cache.page_size <= start[:, None]

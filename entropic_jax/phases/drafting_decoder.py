@@ -101,7 +101,7 @@ class DraftingDecoder:
         of_target, of_draft = layers[: self.target_layers], layers[self.target_layers :]
         hidden, written = self.target.hidden(params.target, tokens, positions, of_target, attend, lengths)
         _, drafted = self.draft_model.hidden(params.draft, tokens, positions, of_draft, attend, lengths)
-        return hidden, (*written, *drafted)
+        return hidden, written + drafted
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
         """Those of the target, float32 `[..., vocabulary]`."""

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from ..attention.attend import Attend
+from ..attention.layer_loop import LoopedAttention
 
 
 class Packing(NamedTuple):
@@ -34,7 +35,8 @@ class Packing(NamedTuple):
             out, layer = attend(self.unpack(q), self.unpack(k), self.unpack(v), layer, **options)
             return self.pack(out), layer
 
-        return packed
+        recorders = getattr(attend, "recorders", None)
+        return packed if recorders is None else LoopedAttention(packed, recorders)
 
 
 def lay_out(num_tokens: jax.Array, total: int, max_row_tokens: int) -> Packing:

@@ -137,7 +137,7 @@ class AutoregressiveDrafter:
         carry = jnp.int32(0), going, jnp.ones(rows), layers[kept_layers], fields.stack(state), drafted
         *_, written, changed, drafted = jax.lax.while_loop(lambda c: c[1].any(), body, carry)
         first, end, _ = kept_layers.indices(len(layers))
-        layers = (*layers[:first], *written, *layers[end:])
+        layers = layers[:first] + written + layers[end:]
         spent = fields.unstack(state, changed).ledger
         ledger = state.ledger._replace(flops=spent.flops, bytes_read=spent.bytes_read, seconds=spent.seconds)
         state = state._replace(cache=state.cache._replace(layers=layers), ledger=ledger)

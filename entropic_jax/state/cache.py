@@ -8,8 +8,8 @@ Pages are counted: a full page may belong to several rows, and to the host, whic
 last owner returns it to the free stack. A page that is not full has one owner, so no row ever writes into
 what another reads.
 
-Layers are a tuple of separate arrays rather than one stacked array: XLA's CPU backend copies what it
-slices out of a stacked array, and an in-place write needs a buffer of its own.
+On a CPU, layers are a tuple of separate arrays rather than one stacked array: XLA's CPU backend copies what
+it slices out of a stacked array. Programs that scan over layers have stacks of them (`layer_stacks`).
 """
 
 import collections
@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..pallas.paged_attention import default_page_size as default_page_size
-from ..pallas.paged_attention import quantised, uninitialised
-from ..pallas.paged_attention.quantised import Pool
+from ..pallas.paged_attention import quantised
 from ..pallas.paged_attention.quantised import bytes_per_number as bytes_per_number
+from .layer_stacks import Layer as Layer
+from .layer_stacks import LayerPattern, LayerStacks, empty_layers, in_all_layers, map_pools
 from .row_subset import RowSubset
 
 MOST = 2**31 - 2  # of anything that the device counts: page numbers are int32, and one is the scratch page
@@ -44,23 +45,7 @@ class ModelShape(NamedTuple):
     expert_weights: int = 0  # of all experts of all layers together
     expert_share: float = 0.0  # the share of the experts that one token chooses
     drafters: tuple["ModelShape", ...] = ()  # models whose layers follow in the same pages
-
-
-class Layer(NamedTuple):
-    """Keys and values of one layer, and a summary of each page of them.
-
-    The last page is scratch space: inactive rows write to it, so that every write has one shape and happens
-    in place.
-    """
-
-    keys: Pool  # [pages + 1, kv_heads, page_size, head_dim], rotated
-    values: Pool  # [pages + 1, kv_heads, page_size, head_dim]
-    key_min: jax.Array  # [pages + 1, kv_heads, head_dim], element-wise over the page
-    key_max: jax.Array  # [pages + 1, kv_heads, head_dim]
-    key_sum: jax.Array  # [pages + 1, kv_heads, head_dim]
-    value_norm: jax.Array  # [pages + 1, kv_heads], the largest ‖v‖₂ of the page
-    value_sum: jax.Array | None = None  # [pages + 1, kv_heads, head_dim], if moments are kept
-    value_square: jax.Array | None = None  # the same of v², element-wise
+    pattern: LayerPattern | None = None  # of the layers that a program scans over; None: it is unrolled
 
 
 class Cache(NamedTuple):
@@ -69,7 +54,7 @@ class Cache(NamedTuple):
     `allocate` makes one; `grant`, `retain` and `release` count who owns a page.
     """
 
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] | LayerStacks
     table: jax.Array  # int32 [rows, most pages of a row]; `pages` (the scratch page) where nothing is granted
     granted: jax.Array  # int32 [rows], how many entries of a table row are granted
     free: jax.Array  # int32 [pages], a stack: the first `available` entries are free pages
@@ -148,17 +133,9 @@ def _empty(
     surprisal: bool,
 ) -> Cache:
     """The cache of `allocate`, with `per_row` pages in a row's table: one program makes all of its arrays."""
-
-    def layer(model: ModelShape) -> Layer:
-        tile = (pages + 1, model.kv_heads, page_size, model.head_dim)
-        summary = (pages + 1, model.kv_heads, model.head_dim)
-        summaries = (uninitialised(summary, jnp.float32) for _ in range(5 if moments else 3))
-        low, high, total, *moment_sums = summaries
-        keys, values = (quantised.with_scales(uninitialised(tile, dtype)) for _ in range(2))
-        return Layer(keys, values, low, high, total, uninitialised(tile[:2], jnp.float32), *moment_sums)
-
+    layers = empty_layers((shape, *shape.drafters), pages, page_size, dtype, moments)
     return Cache(
-        tuple(layer(model) for model in (shape, *shape.drafters) for _ in range(model.layers)),
+        layers,
         jnp.full((rows, per_row), pages, jnp.int32),
         jnp.zeros(rows, jnp.int32),
         jnp.arange(pages, dtype=jnp.int32),
@@ -318,7 +295,11 @@ def fork(
     target = cache.table[jnp.where(real, destinations, 0), jnp.minimum(full, per_row - 1)]
     copied = partial & enough
     source, target = jnp.where(copied, begun, cache.pages), jnp.where(copied, target, cache.pages)
-    copy = lambda x: x.at[target].set(x[source])
+
+    def copy(x: jax.Array) -> jax.Array:
+        to, of = (in_all_layers(page, x.shape[0], cache.pages + 1) for page in (target, source))
+        return x.at[to].set(x[of])
+
     layers = jax.tree.map(copy, cache.layers)
     surprisal = None if cache.surprisal is None else copy(cache.surprisal)
     return cache._replace(layers=layers, surprisal=surprisal), enough | ~real
@@ -351,10 +332,13 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | Non
     last = jnp.take_along_axis(cache.table, entry[:, None], 1)[:, 0]
     page = jnp.where(rows & (length % size > 0), last, cache.pages)
     flagged = RowSubset(rows, max_rows)
-    page, kept_of = flagged.gather(page, cache.pages), flagged.gather(length % size)
-    held = (jnp.arange(size) < kept_of[:, None])[:, None, :, None]
+    last_page, kept_of = flagged.gather(page, cache.pages), flagged.gather(length % size)
+    all_held = (jnp.arange(size) < kept_of[:, None])[:, None, :, None]
 
     def summarised(layer: Layer) -> Layer:
+        pool_pages = layer.key_min.shape[0]
+        page = in_all_layers(last_page, pool_pages, cache.pages + 1)
+        held = jnp.tile(all_held, (pool_pages // (cache.pages + 1), 1, 1, 1))
         key, value = (quantised.gather(x, page, jnp.float32) for x in (layer.keys, layer.values))
         value = jnp.where(held, value, 0.0)
         moments = {}
@@ -370,7 +354,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | Non
         )
 
     return release(cache, jnp.where(returned, cache.table, cache.pages).reshape(-1))._replace(
-        layers=tuple(summarised(layer) for layer in cache.layers),
+        layers=map_pools(summarised, cache.layers),
         table=jnp.where(returned, cache.pages, cache.table),
         granted=jnp.where(rows, jnp.minimum(cache.granted, kept), cache.granted),
     )

@@ -20,17 +20,17 @@ class Decoder(Hashable, Protocol):
         params: Any,
         tokens: jax.Array,
         positions: jax.Array,
-        layers: tuple[Any, ...],
+        layers: Any,
         attend: Any,
         lengths: jax.Array | None = None,
-    ) -> tuple[jax.Array, tuple[Any, ...]]:
+    ) -> tuple[jax.Array, Any]:
         """The last hidden states `[rows, n, hidden]`, and the layers as written.
 
         Args:
             params: the parameters of the model.
             tokens: int32 `[rows, n]`.
             positions: int32 `[rows, n]`, of the tokens in their texts.
-            layers: the cached keys and values of each layer.
+            layers: the cached keys and values of each layer, a tuple or `layer_stacks.LayerStacks`.
             attend: writes a layer's keys and values and attends; see `attention.attend.attend_to`.
             lengths: int32 `[rows, n]`, tokens of the text that each token is read with, on which some
                 rotary embeddings depend; None for its position and one.

@@ -1,6 +1,7 @@
 """Start of an engine: a model directory read, and the engines of the devices that the options name."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 
 from entropic_jax import models
 from entropic_jax.mesh.devices import use_device
+from entropic_jax.models.layer_stack import scans_layers
 from entropic_jax.models.model import read_config
 
 from ..options import control_options, draft_model, parallelism
@@ -21,6 +23,8 @@ from .follower import check_identity, follow
 from .metrics_hooks import MetricsHooks
 from .options import EngineOptions
 from .process_group import ProcessGroup
+
+log = logging.getLogger(__name__)
 
 
 def start(
@@ -116,8 +120,11 @@ def _prepare(
         group.settle(mesh)
     dtype = computing_dtype(options.dtype, path)
     with use_device(device):
-        alone = len(places) == 1
-        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, blocked=alone)
+        layout = {"blocked": len(places) == 1, "stacked": scans_layers()}
+        if layout["stacked"] and options.enable_lora:
+            log.info("layers are unrolled, not scanned, in programs of a model with adapters")
+            layout["stacked"] = False
+        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, **layout)
         joins = mesh is None and not options.enable_lora
         model = draft_model.load(model, options.drafter, dtype, options.quantization, path, joins)
     return model, calibration, places

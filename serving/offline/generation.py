@@ -76,6 +76,7 @@ def load(
     """
     from entropic_jax import models
     from entropic_jax.mesh.devices import use_device
+    from entropic_jax.models.layer_stack import scans_layers
 
     from ..options import draft_model
     from . import engine, search_engine
@@ -95,7 +96,8 @@ def load(
     places = parallelism.places_of(tensor_parallel_size, data_parallel_size, expert_parallel_size)
     device, mesh = places[0]
     with use_device(device):
-        model = models.load(path, dtype, mesh=mesh, quantization=quantization, blocked=len(places) == 1)
+        layout = {"blocked": len(places) == 1, "stacked": scans_layers()}
+        model = models.load(path, dtype, mesh=mesh, quantization=quantization, **layout)
         set_parse_special(model, parse_special)
         if preset is not None:
             model = draft_model.load(model, preset.speculate, dtype, quantization, path, mesh is None)

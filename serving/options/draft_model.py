@@ -79,7 +79,9 @@ def load(
         return with_head(model, *draft_head_files.load(directory, model.decoder, model.activation_dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
-    draft = models.load(Path(speculate), dtype, quantization=quantization, blocked=model.blocked)
+    draft = models.load(
+        Path(speculate), dtype, quantization=quantization, blocked=model.blocked, stacked=model.stacked
+    )
     return with_draft(model, draft)
 
 

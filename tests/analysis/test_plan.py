@@ -142,6 +142,38 @@ def test_collectives_of_a_program_are_counted():
     assert counted == [*summed, ("all-gather", 4 * 48), ("all-to-all", 4 * 9)]
 
 
+def test_collectives_in_a_loop_over_layers_count_for_each_layer():
+    program = """
+%body.1 (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %c = f32[4]{0} conditional(%p, %y), branch_computations={%first.4, %two.5}
+  %a = f32[4]{0} all-reduce(%x), to_apply=%sum.3
+}
+%two.5 (x: f32[4]) -> f32[4] {
+  ROOT %b = f32[8]{0} all-gather(%x), dimensions={0}
+}
+%condition.2 (x: (s32[], f32[4])) -> pred[] {
+  %constant.9 = s32[]{:T(128)} constant(80)
+  ROOT %lt.1 = pred[] compare(%i, %constant.9), direction=LT
+}
+%unknown.6 (x: (s32[], f32[4])) -> pred[] {
+  ROOT %and.1 = pred[] and(%p, %q)
+}
+%other.7 (x: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %d = f32[2]{0} all-reduce(%x), to_apply=%sum.3
+}
+ENTRY %main.8 (x: f32[4]) -> f32[4] {
+  %w = (s32[], f32[4]) while(%t), condition=%condition.2, body=%body.1
+  %v = (s32[], f32[4]) while(%t), condition=%unknown.6, body=%other.7
+  %e = f32[16]{0} all-reduce(%x), to_apply=%sum.3
+}
+"""
+    counts = Counter((c.operation, c.num_bytes) for c in collectives(program))
+    rest = {("all-reduce", 64): 1, ("all-reduce", 8): 1}
+    assert counts == {("all-reduce", 16): 80, ("all-gather", 32): 80} | rest
+    known = program.replace("body=%other.7", 'body=%other.7, backend_config={"known_trip_count":{"n":"3"}}')
+    assert sum(c.num_bytes == 8 for c in collectives(known)) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "preset_name"), [("v5e:2x4", "off"), ("v6e:2x2", "full-lossy")])
 def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, caplog):

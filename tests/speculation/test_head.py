@@ -90,10 +90,10 @@ def drafting(most_tokens: int = 2, cascaded: bool = False) -> Speculator:
 
 
 def run(
-    drafts: Speculator, steps: int = 60, layer: int | None = 1, listed: bool = False
+    drafts: Speculator, steps: int = 60, layer: int | None = 1, listed: bool = False, functions: Any = None
 ) -> tuple[list[list[int]], Any, Any]:
     """The tokens of every row, the last state and the trace, as in `test_lossless`."""
-    decoder, params = headed(layer, listed)
+    decoder, params = headed(layer, listed) if functions is None else functions
     pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)
     state = start(
         decoder,

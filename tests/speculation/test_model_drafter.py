@@ -54,7 +54,13 @@ def run(
     draft: models.Model, drafts: Speculator, context: int | None = None
 ) -> tuple[list[list[int]], Any, Any]:
     """The tokens of every row, the last state and the trace, as in `test_lossless`."""
-    decoder, params = pair(draft, context)
+    return run_pair(*pair(draft, context), drafts)
+
+
+def run_pair(
+    decoder: DraftingDecoder, params: DraftingParams, drafts: Speculator
+) -> tuple[list[list[int]], Any, Any]:
+    """`run` of a model and the model that drafts for it."""
     pool = allocate(decoder.shape, ROWS, CONTEXT, page_size=PAGE)
     state = start(
         decoder,
