@@ -65,7 +65,8 @@ def test_gated_pages_count_by_their_gates():
         dropped_mass=jnp.array([[0.2, 0.4], [0.0, 0.5]]),
         in_use=jnp.array([[[True, True, True]], [[True, True, False]]]),
     )
-    read = PageReader(None, cache)._gated_stats(SimpleNamespace(value_norm=norms), gates, last)
+    layer = SimpleNamespace(value_norm=norms, pages_of=lambda table: table)
+    read = PageReader(None, cache)._gated_stats(layer, gates, last)
     np.testing.assert_allclose(read.positions, [6 + 12, 5 + 3])
     np.testing.assert_allclose(read.held, [24, 12])
     np.testing.assert_allclose(read.dropped_mass, [0.3, 0.25])

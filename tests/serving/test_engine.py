@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import models
+from entropic_jax.models.layer_stack import scans_layers, stack_layers
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.interface import Delta, EngineRequest, Grammar, QueueFullError
 from entropic_jax.serving.options.control_options import Control
@@ -24,10 +25,11 @@ VOCABULARY = 258
 
 @pytest.fixture(scope="module")
 def model(directory) -> models.Model:
-    """A model with random weights, sharp enough for entropies to vary."""
+    """A model with random weights, sharp enough for entropies to vary; see `tests.tiny` for stacks."""
     loaded = models.load(directory, "float32")
     params = {**loaded.params, "lm_head": {"kernel": 3 * loaded.params["lm_head"]["kernel"]}}
-    return dataclasses.replace(loaded, params=params)
+    loaded = dataclasses.replace(loaded, params=params)
+    return stack_layers(loaded) if scans_layers() else loaded
 
 
 def engine_of(model, **options) -> Iterator[LLMEngine]:
