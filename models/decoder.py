@@ -64,6 +64,11 @@ def blocks(config: Config) -> tuple[BlockSpec, ...]:
     return result
 
 
+def is_mixture(config: Config) -> bool:
+    """Whether layers of the model have experts."""
+    return any(isinstance(block.mlp, ExpertsSpec) for block in blocks(config))
+
+
 def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:
     """The module of a layer; `hidden` is the width of the residual stream."""
     attention, mlp = spec.attention, spec.mlp

@@ -29,15 +29,21 @@ VARIABLE = "ENTROPIC_LAYERS"
 SCANNED, UNROLLED = "scanned", "unrolled"
 
 
-def scans_layers() -> bool:
-    """Whether programs of the default device scan over layers: on TPUs and GPUs.
+def scans_layers(mixture: bool = False) -> bool:
+    """Whether programs of the default device scan over layers: on TPUs and GPUs, if no layer has experts.
 
-    The environment variable ENTROPIC_LAYERS, `scanned` or `unrolled`, takes precedence.
+    XLA copies the matrices of all experts of a layer out of a stack before a grouped product reads those that
+    are chosen. The environment variable ENTROPIC_LAYERS, `scanned` or `unrolled`, takes precedence.
+
+    Args:
+        mixture: whether layers of the model have experts.
     """
     chosen = os.environ.get(VARIABLE) or None
     if chosen not in (None, SCANNED, UNROLLED):
         raise ValueError(f"{VARIABLE} must be {SCANNED} or {UNROLLED}; got {chosen!r:.80}")
-    return default_device().platform != "cpu" if chosen is None else chosen == SCANNED
+    if chosen is None:
+        return default_device().platform != "cpu" and not mixture
+    return chosen == SCANNED
 
 
 @functools.lru_cache(maxsize=64)

@@ -257,3 +257,11 @@ def test_rows_are_charged_for_the_experts_that_they_read():
     touched, caches = 800 * (1 - 0.75 * (1 - 0.0625)), 2 * 8 * 4 * 3 * 2 * 5
     expected = [4 * (400 + touched * share) + caches for share in (0.8, 0.2)]
     np.testing.assert_allclose(uneven.bytes_read, [*expected, 0], rtol=1e-5)
+
+
+def test_experts_of_more_weights_than_int32_counts():
+    shape = ModelShape(48, 32, 4, 128, 151936, 2048, 3 * 10**9, 29 * 10**9, 8 / 128)
+    read = ledger.weights_read(shape, 2.0)
+    np.testing.assert_allclose(read, 3e9 + 29e9 * (1 - (1 - 1 / 16) ** 2 - 1 / 16), rtol=1e-6)
+    touched = ledger.experts_touched(shape, jnp.array([True]), jnp.array([1.0]))
+    np.testing.assert_allclose(touched, 29e9 / 16, rtol=1e-6)

@@ -20,7 +20,7 @@ from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
-from entropic_jax.models.decoder import Decoder
+from entropic_jax.models.decoder import Decoder, is_mixture
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -55,7 +55,9 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
 
 
-def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset, stacked: bool = True) -> Any:
+def state_shapes(
+    config: Config, batch: Batch, dtype: Any, preset: Preset, stacked: bool | None = None
+) -> Any:
     """The `State` of a batch, as shapes.
 
     Args:
@@ -63,9 +65,9 @@ def state_shapes(config: Config, batch: Batch, dtype: Any, preset: Preset, stack
         batch: sizes of the batch.
         dtype: the dtype of the KV cache.
         preset: the preset of control.
-        stacked: whether the step scans over layers, as on TPUs.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs.
     """
-    decoder = Decoder(config, stacked=stacked)
+    decoder = Decoder(config, stacked=not is_mixture(config) if stacked is None else stacked)
 
     def start() -> Any:
         pool = allocate(
@@ -98,7 +100,7 @@ def compile_step(
     dtypes: tuple[Any, Any],
     preset: Preset,
     experts: int = 1,
-    stacked: bool = True,
+    stacked: bool | None = None,
 ) -> jax.stages.Compiled:
     """Compile one decode step, divided over all of the devices.
 
@@ -109,11 +111,12 @@ def compile_step(
         dtypes: the dtypes of the weights, and of the KV cache.
         preset: the preset of control.
         experts: groups of devices over which experts are divided.
-        stacked: whether the step scans over layers, as on TPUs; False unrolls them.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs.
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
     config = model_sharding.with_kv_head_copies(config, len(devices))
+    stacked = not is_mixture(config) if stacked is None else stacked
     decoder = Decoder(config, mesh, stacked=stacked)
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:

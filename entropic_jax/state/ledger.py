@@ -80,7 +80,7 @@ def weights_read(shape: ModelShape, rows: jax.Array | float = 1.0) -> jax.Array:
     rows = jnp.asarray(rows, jnp.float32)
     share = shape.expert_share
     touched = jnp.where(rows > 0, (1 - (1 - share) ** rows) - share, 0.0)
-    return jnp.float32(shape.weights) + shape.expert_weights * touched
+    return jnp.float32(shape.weights) + jnp.float32(shape.expert_weights) * touched
 
 
 def experts_touched(shape: ModelShape, active: jax.Array, fraction: jax.Array) -> jax.Array:
@@ -103,7 +103,7 @@ def experts_touched(shape: ModelShape, active: jax.Array, fraction: jax.Array) -
     10.0
     """
     unread = jnp.where(active, 1 - shape.expert_share * fraction, 1.0)
-    return shape.expert_weights * (1 - jnp.prod(unread))
+    return jnp.float32(shape.expert_weights) * (1 - jnp.prod(unread))
 
 
 def step_cost(

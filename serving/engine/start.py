@@ -10,6 +10,7 @@ import jax
 
 from entropic_jax import models
 from entropic_jax.mesh.devices import use_device
+from entropic_jax.models.decoder import is_mixture
 from entropic_jax.models.layer_stack import scans_layers
 from entropic_jax.models.model import read_config
 
@@ -120,7 +121,8 @@ def _prepare(
         group.settle(mesh)
     dtype = computing_dtype(options.dtype, path)
     with use_device(device):
-        layout = {"blocked": len(places) == 1, "stacked": scans_layers()}
+        mixture = is_mixture(read_config(models.directory_of(path)))
+        layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture)}
         if layout["stacked"] and options.enable_lora:
             log.info("layers are unrolled, not scanned, in programs of a model with adapters")
             layout["stacked"] = False

@@ -2,6 +2,7 @@
 
 import re
 from functools import cache as once
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.uniform_budget import UniformBudget
 from entropic_jax.models import layer_stack
 from entropic_jax.models.config_json import from_json
+from entropic_jax.models.decoder import is_mixture
 from entropic_jax.models.layer_stack import layer_pattern, stack_layers
 from entropic_jax.models.model import quantised
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -295,7 +297,7 @@ def test_separate_pages_serve_stacked_weights():
 @pytest.mark.parametrize(("chosen", "expected"), [("scanned", True), ("unrolled", False), ("", False)])
 def test_the_variable_decides(monkeypatch, chosen, expected):
     monkeypatch.setenv(layer_stack.VARIABLE, chosen)
-    assert layer_stack.scans_layers() == expected
+    assert layer_stack.scans_layers() == layer_stack.scans_layers(mixture=True) == expected
     monkeypatch.setenv(layer_stack.VARIABLE, "rolled")
     with pytest.raises(ValueError, match="ENTROPIC_LAYERS must be scanned or unrolled; got 'rolled'"):
         layer_stack.scans_layers()
@@ -312,3 +314,11 @@ def test_places_of_a_pattern():
     places = pattern.places(8)
     assert places[0] == Place(0) and places[7] == Place(3)
     assert places[1:7] == tuple(Place(1 + n % 2, n // 2, 3) for n in range(6))
+
+
+@pytest.mark.parametrize(("platform", "scanned"), [("cpu", False), ("tpu", True), ("gpu", True)])
+def test_accelerators_scan_all_but_mixtures(monkeypatch, platform, scanned):
+    monkeypatch.delenv(layer_stack.VARIABLE, raising=False)
+    monkeypatch.setattr(layer_stack, "default_device", lambda: SimpleNamespace(platform=platform))
+    assert layer_stack.scans_layers() == scanned and not layer_stack.scans_layers(mixture=True)
+    assert is_mixture(model_of("gpt-oss").config) and not is_mixture(model_of("llama").config)
