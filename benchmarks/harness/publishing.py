@@ -40,6 +40,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "speculation.tasks": "speculation.md",
     "stability": "stability.md",
     "start_up": "start-up.md",
+    "start_up.compilation": "start-up.md",
     "start_up.loading": "start-up.md",
 }
 

@@ -41,6 +41,7 @@ FILES = {  # benchmarks whose section comes from one file
     "speculation.tasks": "tasks-amd-epyc.json",
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",
+    "start_up.compilation": "compilation-intel-xeon-processor.json",
     "start_up.loading": "loading-intel-xeon-processor.json",
 }
 

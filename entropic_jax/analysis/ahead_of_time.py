@@ -113,6 +113,30 @@ def compile_step(
         experts: groups of devices over which experts are divided.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
     """
+    with compiling_for(devices):
+        return lower_step(config, devices, batch, dtypes, preset, experts, stacked).compile()
+
+
+def lower_step(
+    config: Config,
+    devices: list[jax.Device],
+    batch: Batch,
+    dtypes: tuple[Any, Any],
+    preset: Preset,
+    experts: int = 1,
+    stacked: bool | None = None,
+) -> jax.stages.Lowered:
+    """Trace and lower one decode step, divided over all of the devices, inside of `compiling_for`.
+
+    Args:
+        config: the model's configuration.
+        devices: the devices of a topology, see `devices_of`.
+        batch: sizes of the batch.
+        dtypes: the dtypes of the weights, and of the KV cache.
+        preset: the preset of control.
+        experts: groups of devices over which experts are divided.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs.
+    """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
     config = model_sharding.with_kv_head_copies(config, len(devices))
@@ -135,8 +159,14 @@ def compile_step(
     def launch(params: Any, state: Any) -> Any:
         return sharding.launch(decoder, step, params, state)
 
+    return jax.jit(launch, donate_argnums=1).lower(params, state)
+
+
+@contextlib.contextmanager
+def compiling_for(devices: list[jax.Device]) -> Iterator[None]:
+    """Compiles for devices that are not here."""
     with without_cache(), jax.default_device(devices[0]):
-        return jax.jit(launch, donate_argnums=1).lower(params, state).compile()
+        yield
 
 
 @contextlib.contextmanager

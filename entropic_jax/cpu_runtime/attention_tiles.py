@@ -3,7 +3,7 @@
 Query heads are multiplied in tiles of 16. The scores of a tile have a row for each position and a lane for
 each head. Either 16 heads have their softmax in one sequence of vector instructions, and its weights are
 transposed; or the scores of a few heads are, and each has the softmax of `attention`. The rows of values are
-laid out in pairs once for all tiles.
+laid out in pairs once for all tiles (`attention_layouts`).
 
 What is computed for a head, and in which order, does not depend on the other heads of its tile, nor on which
 of the two ways it goes: its products are chains over positions in ascending order, to which positions that it
@@ -15,12 +15,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 
 from .attention import SLACK
+from .attention_layouts import prefetch_row, transposed
 from .control_flow import loop
 from .instructions import (
-    CACHE_LINE,
     INTEGERS,
     LANES,
     NARROW,
@@ -34,53 +33,16 @@ from .instructions import (
     intrinsic_of,
     larger,
     load,
-    load_fours,
-    permute,
-    prefetch,
     splat,
     store,
 )
-from .kernel import EXACT, array, njit
 from .matrix_tiles import STEP, TILE, TILE_BYTES, clear_sums, multiply_step, transfer
-from .pairs import nearest, store_shorts
+from .pairs import nearest
 
 UPPER = -65536  # the bits of the upper half of a lane
 SUMS_AT_ONCE = 4  # tiles of weighted sums that stay in registers
+LOWEST = float(np.finfo(np.float32).min)
 MAXIMA = 4  # that are kept apart until all positions are seen
-FEW = 4  # heads at most, whose scores are transposed
-EXPONENT = 0x7F80  # of bfloat16: all ones in infinity and NaN
-
-
-@njit(**EXACT)
-def lay_out_queries(rounded, heads, head_dim, tiles):
-    """Rounded queries as tiles, whose lanes are heads; lanes without a head are 0.
-
-    Args:
-        rounded: address of the queries, bfloat16 `[heads, head_dim]`.
-        heads: number of them.
-        head_dim: a multiple of `STEP`.
-        tiles: address of the tiles, by 16 heads and then by steps.
-    """
-    pairs, steps, number = head_dim // 2, head_dim // STEP, (heads + TILE - 1) // TILE
-    source = array(rounded, (heads, pairs), np.uint32)
-    target = array(tiles, (number, steps, TILE, TILE), np.uint32)
-    for tile in range(number):
-        for step in range(steps):
-            for pair in range(TILE):
-                for lane in range(TILE):
-                    head = tile * TILE + lane
-                    seen = source[head, step * TILE + pair] if head < heads else np.uint32(0)
-                    target[tile, step, pair, lane] = seen
-
-
-@njit(**EXACT)
-def has_other_than_numbers(values, begin, end, head_dim):
-    """Whether a row from `begin` to before `end` of values, bfloat16 `[…, head_dim]`, has NaN or infinity."""
-    bits = array(values + 2 * begin * head_dim, ((end - begin) * head_dim,), np.uint16)
-    found = 0
-    for i in range(bits.shape[0]):
-        found += np.int64((bits[i] & np.uint16(EXPONENT)) == np.uint16(EXPONENT))
-    return found > 0
 
 
 @cache
@@ -136,7 +98,7 @@ def softmax(head_dim: int, ahead: bool) -> Any:
         head_dim: of `out`; a multiple of `LANES`.
         ahead: whether the rows of the page at `next_key` and `next_value` are prefetched on the way.
     """
-    lowest, zero, row_bytes = constant(float(np.finfo(np.float32).min)), constant(0), 2 * head_dim
+    lowest, zero, row_bytes = constant(LOWEST), constant(0), 2 * head_dim
 
     def emit(builder, values):
         scores, state, out, bounds, first, last, masked, pairs, weights, next_key, next_value = values
@@ -152,16 +114,7 @@ def softmax(head_dim: int, ahead: bool) -> Any:
             return load(builder, scores, builder.mul(t, WORD(LANES)))
 
         def page(inside):
-            def add_to_maxima(t, maxima):
-                places = [builder.add(t, WORD(i)) for i in range(MAXIMA)]
-                return [
-                    larger(builder, inside(p, score(p), lowest), m)
-                    for p, m in zip(places, maxima, strict=True)
-                ]
-
-            maximum, *others = loop(builder, first, last, MAXIMA, [lowest] * MAXIMA, add_to_maxima)
-            for other in others:
-                maximum = larger(builder, maximum, other)
+            maximum = _largest(builder, first, last, lambda t: inside(t, score(t), lowest))
             limit = builder.fadd(load(builder, state, 0), constant(SLACK))
             exceeded = builder.fcmp_ordered(">", maximum, limit)
             with builder.if_then(any_lane(builder, exceeded), likely=False):
@@ -207,6 +160,26 @@ def softmax(head_dim: int, ahead: bool) -> Any:
     return intrinsic_of(11, emit)
 
 
+def _largest(builder: Any, first: Any, last: Any, value: Any) -> Any:
+    """Emit the largest of vectors, lane by lane.
+
+    Args:
+        builder: of the function.
+        first: number of the first vector.
+        last: number behind the last vector; a multiple of `MAXIMA` follow each other.
+        value: `value(t)` emits the vector of the number t.
+    """
+
+    def add(t, maxima):
+        values = (value(builder.add(t, WORD(i))) for i in range(MAXIMA))
+        return [larger(builder, x, y) for x, y in zip(values, maxima, strict=True)]
+
+    maximum, *others = loop(builder, first, last, MAXIMA, [constant(LOWEST)] * MAXIMA, add)
+    for other in others:
+        maximum = larger(builder, maximum, other)
+    return maximum
+
+
 def _raise_tops(builder: Any, tops: Any, state: Any, out: Any, head_dim: int) -> None:
     """Emit the rescaling of the sums of an online softmax to larger tops.
 
@@ -225,149 +198,6 @@ def _raise_tops(builder: Any, tops: Any, state: Any, out: Any, head_dim: int) ->
         factor = broadcast(builder, builder.extract_element(shrink, NARROW(head)))
         for offset in range(head * head_dim, (head + 1) * head_dim, LANES):
             store(builder, builder.fmul(load(builder, out, offset), factor), out, offset)
-
-
-def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """The columns of the matrix whose rows are sixteen vectors: ever smaller blocks of it are exchanged.
-
-    Args:
-        builder: of the function.
-        rows: the vectors.
-    """
-    rows = list(rows)
-    for size in (8, 4, 2, 1):
-        upper = [lane & size == 0 for lane in range(LANES)]
-        from_first = [lane if up else LANES + lane - size for lane, up in enumerate(upper)]
-        from_second = [lane + size if up else LANES + lane for lane, up in enumerate(upper)]
-        for i in range(TILE):
-            if i & size == 0:
-                both = rows[i], rows[i + size]
-                rows[i], rows[i + size] = (
-                    permute(builder, both, lanes) for lanes in (from_first, from_second)
-                )
-    return rows
-
-
-@cache
-def scores_by_head(number: int, head_dim: int, page_size: int) -> Any:
-    """`scores_by_head(scores, first, last, out, next_key)`: the scores of a tile as rows of its first heads.
-
-    `out` is float32 `[number, page_size]`. The rows of the page at `next_key` that `scores` has left are
-    prefetched on the way.
-
-    Args:
-        number: of heads, at most `FEW`.
-        head_dim: of keys.
-        page_size: positions of a page.
-    """
-
-    def emit(builder, values):
-        scores, first, last, out, next_key = values
-
-        def positions(t, _):
-            rows = [builder.mul(builder.add(t, WORD(FEW * k)), WORD(LANES)) for k in range(FEW)]
-            fours = [load_fours(builder, scores, rows, LANES * j, "float32") for j in range(FEW)]
-            for head, value in enumerate(_transposed_fours(builder, fours)[:number]):
-                store(builder, value, out, builder.add(t, WORD(head * page_size)))
-            for i in range(1, LANES, 2):
-                prefetch_row(builder, next_key, builder.add(t, WORD(i)), 2 * head_dim)
-            return []
-
-        loop(builder, first, last, LANES, [], positions)
-
-    return intrinsic_of(5, emit)
-
-
-def _transposed_fours(builder: Any, values: list[Any]) -> list[Any]:
-    """Four vectors of which each four of lanes, with those of the others, is transposed as a matrix.
-
-    Args:
-        builder: of the function.
-        values: the vectors.
-    """
-
-    def both(x, y, *lanes):
-        """The fours of x and y with these lanes, of which those of y are 4 to 7."""
-        places = [
-            4 * k + lane if lane < 4 else LANES + 4 * k + lane - 4 for k in range(FEW) for lane in lanes
-        ]
-        return permute(builder, [x, y], places)
-
-    a, b, c, d = values
-    low, high = ([both(x, y, *lanes) for x, y in ((a, b), (c, d))] for lanes in ((0, 4, 1, 5), (2, 6, 3, 7)))
-    return [both(*pair, *lanes) for pair in (low, high) for lanes in ((0, 1, 4, 5), (2, 3, 6, 7))]
-
-
-def prefetch_row(builder: Any, page: Any, row: Any, row_bytes: int) -> None:
-    """Prefetch a row of keys or values.
-
-    Args:
-        builder: of the function.
-        page: address of its page.
-        row: number of the row in the page.
-        row_bytes: bytes of a row.
-    """
-    address = builder.add(page, builder.mul(row, WORD(row_bytes)))
-    for line in range(0, row_bytes, CACHE_LINE):
-        prefetch(builder, builder.add(address, WORD(line)))
-
-
-@cache
-def pair_rows(head_dim: int, ahead: bool = False) -> Any:
-    """`pair_rows(values, first, last, begin, end, tiles, next_value)`: rows of values as tiles of pairs.
-
-    Rows from first to before last, multiples of `STEP`, are laid out, by steps and then by 16 columns in the
-    order of `column_places`; those outside of begin to before end as zeros, whatever they hold.
-
-    Args:
-        head_dim: a multiple of `STEP`.
-        ahead: whether the rows of the page at `next_value` are prefetched on the way.
-    """
-    parts, row_bytes, words = head_dim // LANES, 2 * head_dim, ir.VectorType(ir.IntType(16), STEP)
-    lower, upper = ([8 * k + half + i for k in range(4) for i in range(4)] for half in (0, 4))
-
-    def emit(builder, values):
-        data, first, last, begin, end, tiles, next_value = values
-
-        def elements(row, is_seen, part):
-            """Thirty-two numbers of a row; zeros where it is not seen."""
-            place = builder.add(data, builder.add(builder.mul(row, WORD(row_bytes)), WORD(2 * STEP * part)))
-            bits = builder.load(builder.inttoptr(place, words.as_pointer()), align=2)
-            return builder.select(is_seen, bits, ir.Constant(words, None))
-
-        def pair(t, _):
-            rows = [t, builder.add(t, WORD(1))]
-            seen = [
-                builder.and_(builder.icmp_signed(">=", row, begin), builder.icmp_signed("<", row, end))
-                for row in rows
-            ]
-            place = builder.mul(builder.and_(t, WORD(-STEP)), WORD(parts * TILE_BYTES // STEP))
-            place = builder.add(place, builder.mul(builder.and_(t, WORD(STEP - 1)), WORD(STEP)))
-            target = builder.add(tiles, place)
-            for part in range(head_dim // STEP):
-                both = [elements(row, is_seen, part) for row, is_seen in zip(rows, seen, strict=True)]
-                for half, lanes in enumerate((lower, upper)):
-                    paired = permute(builder, both, [lane + STEP * i for lane in lanes for i in (0, 1)])
-                    store_shorts(builder, paired, builder.add(target, WORD((2 * part + half) * TILE_BYTES)))
-            for row in rows if ahead else ():
-                prefetch_row(builder, next_value, row, row_bytes)
-            return []
-
-        loop(builder, first, last, 2, [], pair)
-
-    return intrinsic_of(7, emit)
-
-
-def column_places(head_dim: int) -> tuple[int, ...]:
-    """Where `pair_rows` puts each column: the way in which x86 unpacks vectors keeps fours together.
-
-    Args:
-        head_dim: a multiple of `STEP`.
-
-    >>> column_places(32)[:10]
-    (0, 1, 2, 3, 16, 17, 18, 19, 4, 5)
-    """
-    return tuple(d // STEP * STEP + d % 8 // 4 * TILE + d % STEP // 8 * 4 + d % 4 for d in range(head_dim))
 
 
 @cache

@@ -4,6 +4,7 @@ Rows are independent, and `lax.cond` skips the work where no row of the batch as
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,11 +43,12 @@ def with_prompts(blank: History, prompts: Sequence[Sequence[int]]) -> History:
     mask = np.zeros(blank.prompt.shape, bool)
     for row, prompt in enumerate(prompts):
         mask[row, np.asarray(prompt, np.int64)] = True
-    return blank._replace(
-        prompt=mask,
-        latest=np.stack([latest_of(prompt) for prompt in prompts]),
-        number=np.asarray([len(prompt) for prompt in prompts], np.int32),
-    )
+    arrays: dict[str, Any] = {
+        "prompt": mask,
+        "latest": np.stack([latest_of(prompt) for prompt in prompts]),
+        "number": np.asarray([len(prompt) for prompt in prompts], np.int32),
+    }
+    return blank._replace(**arrays)
 
 
 def _inside(tokens: jax.Array, valid: jax.Array | bool, vocabulary: int) -> jax.Array:

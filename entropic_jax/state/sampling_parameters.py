@@ -49,12 +49,12 @@ def parameters(
             raise ParameterError(f"{name} must be an integer of at least 1; got {value!r}", name)
     if unknown := sorted(values.keys() - DEVICE_PARAMETERS.keys()):
         raise TypeError(f"parameters got {unknown[0]}; it takes {', '.join(DEVICE_PARAMETERS)}")
-    arrays = {
+    arrays: dict[str, Any] = {
         name: _per_row(name, values.get(name, line.default), rows) for name, line in DEVICE_PARAMETERS.items()
     }
-    tokens, biases = _bias(logit_bias, rows, bias_slots)
+    arrays["bias_tokens"], arrays["bias_values"] = _bias(logit_bias, rows, bias_slots)
     # All in one call: a call for each of the arrays takes milliseconds.
-    return jax.device_put(Sampling(**arrays, bias_tokens=tokens, bias_values=biases))
+    return jax.device_put(Sampling(**arrays))
 
 
 def defaults_unless(kept: jax.Array, sampling: Sampling) -> Sampling:

@@ -45,6 +45,7 @@ def test_all_are_there():
         "speculation.tasks",
         "stability",
         "start_up",
+        "start_up.compilation",
         "start_up.loading",
     ] == BENCHMARKS
     assert {path.name for path in FOLDERS} - {*SHARED} == {name for name in BENCHMARKS if "." not in name}

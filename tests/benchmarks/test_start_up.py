@@ -1,8 +1,13 @@
 """Benchmark of start-up: the table of memory has what was measured, and none without."""
 
+import importlib.util
 import os
 
+import pytest
+
 from benchmarks.start_up import measure, report
+from benchmarks.start_up.compilation import measure as compilation
+from benchmarks.start_up.compilation import report as compilation_report
 
 
 def start(preset: str, caches: str, cold: bool, resident: float | None) -> dict:
@@ -34,3 +39,29 @@ def test_the_memory_of_this_process_is_read():
     resident = measure.resident(os.getpid())
     assert resident is None or 20 < resident < 100_000
     assert measure.resident(-1) is None
+
+
+def test_both_forms_of_layers_have_a_row():
+    def form(seconds):
+        sizes = {"temporary_bytes": 3 * 2**20, "code_bytes": 2**20, "jax": "1", "libtpu": "2"}
+        return {"lowering_seconds": seconds, "compiling_seconds": 2 * seconds} | sizes
+
+    forms = {"unrolled": form(30.04), "scanned": form(5.0)}
+    results = {"cpu": "", "date": "", "topology": "v5e:2x2", "shape": "8b", "rows": 4, "forms": forms}
+    ((title, header, rows),) = compilation_report.tables(results)
+    assert "8b" in title and "v5e:2x2" in title and len(header) == 5
+    assert rows == [["unrolled", "30.0", "60.1", "3", "1"], ["scanned", "5.0", "10.0", "3", "1"]]
+    assert len(compilation_report.notes(results)) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_scanned_step_has_less_code():
+    unrolled, scanned = (compilation.compiled("v5e:2x2", "tiny", 4, form) for form in ("unrolled", "scanned"))
+    assert 0 < scanned["code_bytes"] < unrolled["code_bytes"]
+    assert min(x["compiling_seconds"] for x in (unrolled, scanned)) > 0
+
+
+def test_a_topology_that_nobody_knows_is_named():
+    with pytest.raises(RuntimeError, match="layers scanned cannot be compiled for v0:1x1"):
+        compilation.compiled("v0:1x1", "tiny", 1, "scanned")

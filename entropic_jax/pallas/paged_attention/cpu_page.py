@@ -69,7 +69,7 @@ def operands_of(dtype: str, head_dim: int, page_size: int) -> Operands:
 
 def page_attention(shape: Shape) -> PageAttention:
     """Compile the attention of all queries of a (row, KV head) to one page after the other, in vectors."""
-    from ...cpu_runtime import attention, attention_scores, matmul, pairs
+    from ...cpu_runtime import attention, attention_scores, matmul
     from ...cpu_runtime.instructions import LANES
     from ...cpu_runtime.kernel import compiled, floats
 
@@ -78,25 +78,11 @@ def page_attention(shape: Shape) -> PageAttention:
     rounded = shape.rounded
     sizes = group, head_dim, page_size, dtype, matmul.has_wide_registers(), rounded
     query_size = 2 if rounded else 4  # bytes of an element
+    query_bytes = 2 * head_dim if rounded else 0  # of a rounded query head
     scores, accumulate = attention_scores.scores(*sizes), attention.accumulate(*sizes)
     softmax = attention.softmax(page_size, head_dim, scaled, *sizes[4:])
-    round_query = pairs.store_rows()
     lane_bytes = 4 * LANES  # of the sums of weights of a query head, by lane
-
-    @compiled
-    def scratch_bytes(n):
-        """Sums by lane, rounded queries; scales, a block of keys and weights of a page."""
-        heads = n * group
-        return heads * (lane_bytes + query_size * head_dim + 4 * stride) + 8 * stride + block_bytes
-
-    @compiled
-    def begin(query, n, scratch, sums):
-        heads = n * group
-        floats(sums[0], (heads * head_dim,))[:] = np.float32(0)
-        floats(sums[1], (heads,))[:] = LOW
-        floats(scratch, (heads, LANES))[:] = np.float32(0)
-        if rounded:
-            round_query(query, 0, heads, head_dim, scratch + heads * lane_bytes)
+    scratch_bytes, begin_piece, end_piece = _ends(shape)
 
     @compiled
     def attend(query, n, scratch, sums, page, scales, bounds):
@@ -112,7 +98,7 @@ def page_attention(shape: Shape) -> PageAttention:
         if end == 0:
             return
         heads = n * group
-        total, free = scratch, scratch + heads * (lane_bytes + query_size * head_dim)
+        total, free = scratch, scratch + heads * (lane_bytes + query_bytes)
         if rounded:
             query = scratch + heads * lane_bytes
         if scaled and stride > page_size:  # vectors of scales must not reach behind the pool
@@ -150,6 +136,37 @@ def page_attention(shape: Shape) -> PageAttention:
                 accumulate(start, value, sums_of_heads, number * group, low[i], high[i], next_value)
             i += number
 
+    return PageAttention(scratch_bytes, begin_piece, attend, end_piece)
+
+
+def _ends(shape: Shape) -> tuple[Any, Any, Any]:
+    """`PageAttention.scratch_bytes`, `begin` and `end` of attention in vectors.
+
+    The scratch memory has sums by lane and rounded queries; scales, a block of keys and weights of a page.
+    """
+    from ...cpu_runtime import pairs
+    from ...cpu_runtime.attention_scores import padded
+    from ...cpu_runtime.instructions import LANES
+    from ...cpu_runtime.kernel import compiled, floats
+
+    group, head_dim, stride, rounded = shape.group, shape.head_dim, padded(shape.page_size), shape.rounded
+    query_bytes, lane_bytes, block_bytes = 2 * head_dim if rounded else 0, 4 * LANES, 4 * LANES * head_dim
+    round_query = pairs.store_rows()
+
+    @compiled
+    def scratch_bytes(n):
+        heads = n * group
+        return heads * (lane_bytes + query_bytes + 4 * stride) + 8 * stride + block_bytes
+
+    @compiled
+    def begin(query, n, scratch, sums):
+        heads = n * group
+        floats(sums[0], (heads * head_dim,))[:] = np.float32(0)
+        floats(sums[1], (heads,))[:] = LOW
+        floats(scratch, (heads, LANES))[:] = np.float32(0)
+        if rounded:
+            round_query(query, 0, heads, head_dim, scratch + heads * lane_bytes)
+
     @compiled
     def end(n, scratch, sums):
         heads = n * group
@@ -160,4 +177,4 @@ def page_attention(shape: Shape) -> PageAttention:
                 mass += total[h, lane]
             masses[h] = mass
 
-    return PageAttention(scratch_bytes, begin, attend, end)
+    return scratch_bytes, begin, end

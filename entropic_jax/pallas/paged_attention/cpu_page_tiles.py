@@ -52,50 +52,13 @@ def places_of(shape: Shape) -> Places:
 
 def page_attention_tiles(shape: Shape) -> PageAttention:
     """Compile the attention of all queries of a (row, KV head) to one page after the other, in tiles."""
-    from ...cpu_runtime import attention_tiles, pairs
-    from ...cpu_runtime import matrix_tiles as tiles
+    from ...cpu_runtime import attention_layouts
     from ...cpu_runtime.kernel import EXACT, floats, njit
 
-    group, head_dim, page_size, edge = shape.group, shape.head_dim, shape.page_size, tiles.TILE
-    at, columns = places_of(shape), np.array(attention_tiles.column_places(head_dim))
-    tile_bytes = at.queries + 2 * at.out + at.state + at.bounds
-    round_query, configure = pairs.store_rows(), tiles.configure()
-    is_few, attend_tiles, attend_few = group <= attention_tiles.FEW, _attention_of_tiles(shape), _few(shape)
-    first_tile, queries_bytes, out_bytes, state_bytes = at.tiles, at.queries, at.out, at.state
-
-    @njit(**EXACT)
-    def num_tiles(n):
-        return (n * group + edge - 1) // edge
-
-    @njit(**EXACT)
-    def scratch_bytes(n):
-        return first_tile + num_tiles(n) * tile_bytes + 2 * n * group * head_dim
-
-    @njit(**EXACT)
-    def parts(n, scratch):
-        """The addresses of query heads, weighted sums, their copy, states and bounds of all tiles."""
-        count, queries = num_tiles(n), scratch + first_tile
-        out = queries + count * queries_bytes
-        copy = out + count * out_bytes
-        state = copy + count * out_bytes
-        return queries, out, copy, state, state + count * state_bytes
-
-    @njit(**EXACT)
-    def begin(query, n, scratch, sums):
-        tiles.store_configuration(scratch)
-        configure(scratch + tiles.CONFIGURATION, edge)
-        count, heads = num_tiles(n), n * group
-        queries, out, _, state, _ = parts(n, scratch)
-        rounded = scratch + first_tile + count * tile_bytes
-        round_query(query, 0, heads, head_dim, rounded)
-        attention_tiles.lay_out_queries(rounded, heads, head_dim, queries)
-        floats(out, (count * edge * head_dim,))[:] = np.float32(0)
-        states = floats(state, (count, 1 + edge, edge))
-        for tile in range(count):
-            for lane in range(edge):
-                states[tile, 0, lane] = LOW
-                for number in range(edge):
-                    states[tile, 1 + number, lane] = np.float32(0)
+    group, head_dim, page_size = shape.group, shape.head_dim, shape.page_size
+    scratch_bytes, parts = _scratch(shape)
+    attend_tiles, attend_heads = _attention_of_tiles(shape), _attention_by_head(shape)
+    are_apart = group <= attention_layouts.HEADS_APART
 
     @njit(**EXACT)
     def attend(query, n, scratch, sums, page, scales, bounds):
@@ -107,10 +70,10 @@ def page_attention_tiles(shape: Shape) -> PageAttention:
                 begin, end = min(begin, low[i]), max(end, high[i])
         if end == 0:
             return
-        if is_few and n == 1:
-            attend_few(scratch, parts(n, scratch), page, begin, end)
+        if are_apart and n == 1:
+            attend_heads(scratch, parts(n, scratch), page, begin, end)
             return
-        if alike or not attention_tiles.has_other_than_numbers(page[1], begin, end, head_dim):
+        if alike or not attention_layouts.has_nan_or_infinity(page[1], begin, end, head_dim):
             attend_tiles(0, n, n, scratch, parts(n, scratch), page, bounds)
             return
         _, out_at, copy_at, _, _ = parts(n, scratch)
@@ -120,19 +83,102 @@ def page_attention_tiles(shape: Shape) -> PageAttention:
             for k in range(size):
                 copy[k] = out[k]
             attend_tiles(i, i + 1, n, scratch, parts(n, scratch), page, bounds)
-            own = i * group * head_dim  # what the weights of 0 of the others have made of the rest is dropped
+            # What the weights of 0 of the other queries have made of their sums is dropped.
+            first, last = i * group * head_dim, (i + 1) * group * head_dim
             for k in range(size):
-                if k < own or k >= own + group * head_dim:
+                if k < first or k >= last:
                     out[k] = copy[k]
+
+    return PageAttention(scratch_bytes, _beginning(shape, parts), attend, _ending(shape, parts))
+
+
+def _tile_bytes(shape: Shape) -> int:
+    """Bytes of scratch memory for each tile."""
+    at = places_of(shape)
+    return at.queries + 2 * at.out + at.state + at.bounds
+
+
+def _scratch(shape: Shape) -> tuple[Any, Any]:
+    """`PageAttention.scratch_bytes`, and `parts(n, scratch)`, the addresses of parts of all tiles.
+
+    These are query heads, weighted sums, their copy, states and bounds.
+    """
+    from ...cpu_runtime import matrix_tiles as tiles
+    from ...cpu_runtime.kernel import EXACT, njit
+
+    group, head_dim, edge, at, tile_bytes = (
+        shape.group,
+        shape.head_dim,
+        tiles.TILE,
+        places_of(shape),
+        _tile_bytes(shape),
+    )
+    first_tile, queries_bytes, out_bytes, state_bytes = at.tiles, at.queries, at.out, at.state
+
+    @njit(**EXACT)
+    def scratch_bytes(n):
+        count = (n * group + edge - 1) // edge
+        return first_tile + count * tile_bytes + 2 * n * group * head_dim
+
+    @njit(**EXACT)
+    def parts(n, scratch):
+        count, queries = (n * group + edge - 1) // edge, scratch + first_tile
+        out = queries + count * queries_bytes
+        copy = out + count * out_bytes
+        state = copy + count * out_bytes
+        return queries, out, copy, state, state + count * state_bytes
+
+    return scratch_bytes, parts
+
+
+def _beginning(shape: Shape, parts: Any) -> Any:
+    """`PageAttention.begin`; `parts` is that of `_scratch`."""
+    from ...cpu_runtime import attention_layouts, pairs
+    from ...cpu_runtime import matrix_tiles as tiles
+    from ...cpu_runtime.kernel import EXACT, floats, njit
+
+    group, head_dim, edge, tile_bytes = shape.group, shape.head_dim, tiles.TILE, _tile_bytes(shape)
+    round_query, configure, first_tile = pairs.store_rows(), tiles.configure(), places_of(shape).tiles
+
+    @njit(**EXACT)
+    def begin(query, n, scratch, sums):
+        tiles.store_configuration(scratch)
+        configure(scratch + tiles.CONFIGURATION, edge)
+        heads = n * group
+        count = (heads + edge - 1) // edge
+        queries, out, _, state, _ = parts(n, scratch)
+        rounded = scratch + first_tile + count * tile_bytes
+        round_query(query, 0, heads, head_dim, rounded)
+        attention_layouts.lay_out_queries(rounded, heads, head_dim, queries)
+        floats(out, (count * edge * head_dim,))[:] = np.float32(0)
+        states = floats(state, (count, 1 + edge, edge))
+        for tile in range(count):
+            for lane in range(edge):
+                states[tile, 0, lane] = LOW
+                for number in range(edge):
+                    states[tile, 1 + number, lane] = np.float32(0)
+
+    return begin
+
+
+def _ending(shape: Shape, parts: Any) -> Any:
+    """`PageAttention.end`; `parts` is that of `_scratch`."""
+    from ...cpu_runtime import attention_layouts
+    from ...cpu_runtime import matrix_tiles as tiles
+    from ...cpu_runtime.kernel import EXACT, floats, njit
+
+    group, head_dim, edge = shape.group, shape.head_dim, tiles.TILE
+    columns = np.array(attention_layouts.column_places(head_dim))
+    are_apart = group <= attention_layouts.HEADS_APART
 
     @njit(**EXACT)
     def end(n, scratch, sums):
         heads = n * group
         _, out_at, _, state, _ = parts(n, scratch)
-        states = floats(state, (num_tiles(n), 1 + edge, edge))
+        states = floats(state, ((heads + edge - 1) // edge, 1 + edge, edge))
         result, out = floats(sums[0], (heads, head_dim)), floats(out_at, (heads, head_dim))
         top, masses = floats(sums[1], (heads,)), floats(sums[2], (heads,))
-        by_head = is_few and n == 1  # sums of weights, whose lanes are positions then, not heads
+        by_head = are_apart and n == 1  # sums of weights, whose lanes are positions then, not heads
         for h in range(heads):
             for d in range(head_dim):
                 result[h, d] = out[h, columns[d]]
@@ -143,7 +189,7 @@ def page_attention_tiles(shape: Shape) -> PageAttention:
             top[h], masses[h] = states[tile, 0, lane], mass
         tiles.load_configuration(scratch)
 
-    return PageAttention(scratch_bytes, begin, attend, end)
+    return end
 
 
 def _attention_of_tiles(shape: Shape) -> Any:
@@ -151,7 +197,7 @@ def _attention_of_tiles(shape: Shape) -> Any:
 
     `parts` are those of `page_attention_tiles`, `bounds` the positions that each of the n queries sees.
     """
-    from ...cpu_runtime import attention_tiles
+    from ...cpu_runtime import attention_layouts, attention_tiles
     from ...cpu_runtime import matrix_tiles as tiles
     from ...cpu_runtime.kernel import EXACT, integers, njit
 
@@ -159,7 +205,7 @@ def _attention_of_tiles(shape: Shape) -> Any:
     edge, step, at = tiles.TILE, tiles.STEP, places_of(shape)
     scores, add_weighted = attention_tiles.scores(head_dim), attention_tiles.add_weighted(head_dim)
     softmax_ahead, softmax = (attention_tiles.softmax(head_dim, ahead) for ahead in (True, False))
-    pair_rows = attention_tiles.pair_rows(head_dim)
+    pair_rows = attention_layouts.pair_rows(head_dim)
     values_at, pairs_at, scores_at, weights_at = at.values, at.pairs, at.scores, at.weights
     query_bytes, out_bytes, state_bytes, bound_bytes = at.queries, at.out, at.state, at.bounds
 
@@ -214,22 +260,26 @@ def _attention_of_tiles(shape: Shape) -> Any:
 
 
 @cache
-def _few(shape: Shape) -> Any:
+def _attention_by_head(shape: Shape) -> Any:
     """`attend(scratch, parts, page, begin, end)`: a single query whose heads are few, and a part of a page.
 
     Weights of `attention.softmax` lie by head, which is how matrix units read them.
     """
-    from ...cpu_runtime import attention, attention_tiles
+    from ...cpu_runtime import attention, attention_layouts, attention_tiles
     from ...cpu_runtime import matrix_tiles as tiles
     from ...cpu_runtime.instructions import LANES
     from ...cpu_runtime.kernel import EXACT, array, njit
 
-    group, head_dim, page_size = min(shape.group, attention_tiles.FEW), shape.head_dim, shape.page_size
+    group, head_dim, page_size = (
+        min(shape.group, attention_layouts.HEADS_APART),
+        shape.head_dim,
+        shape.page_size,
+    )
     edge, step, at = tiles.TILE, tiles.STEP, places_of(shape)
     scores, row_bytes = attention_tiles.scores(head_dim, True), 4 * page_size
-    scores_by_head = attention_tiles.scores_by_head(group, head_dim, page_size)
+    scores_by_head = attention_layouts.scores_by_head(group, head_dim, page_size)
     softmax = attention.softmax(page_size, head_dim, False, True, True)
-    pair_rows = attention_tiles.pair_rows(head_dim, True)
+    pair_rows = attention_layouts.pair_rows(head_dim, True)
     add_weighted = attention_tiles.add_weighted(head_dim, row_bytes)
     values_at, scores_at, weights_at = at.values, at.scores, at.weights
 
