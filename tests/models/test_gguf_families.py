@@ -130,7 +130,7 @@ def test_agrees_with_transformers(architecture, kind, tmp_path):
     assert np.abs(expected).max() > 1
     # The random model enlarges rounding errors; how much of them there are depends on the processor.
     rounding = np.abs(single - expected).max()
-    assert rounding < TOLERANCE
+    assert rounding < 4 * TOLERANCE
     np.testing.assert_allclose(actual, expected, rtol=0, atol=max(TOLERANCE, 4 * rounding))
 
 
