@@ -14,7 +14,10 @@ from ..harness.publishing import section_text
 
 ABLATION = RESULTS / "ablation-amd-epyc.jsonl"
 NOT_MEASURED = "Not measured yet."
-DECODE = [RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-narrow")]
+DECODE = [
+    *(RESULTS / f"decode-amd-epyc{part}.json" for part in ("", "-16384", "-narrow")),
+    *(RESULTS / f"decode-intel-xeon-processor{part}.json" for part in ("", "-8")),
+]
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
 FILES = {  # benchmarks whose section comes from one file
     "ablation.certificate": "certificate-amd-epyc.json",
