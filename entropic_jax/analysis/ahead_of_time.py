@@ -93,30 +93,6 @@ def state_shapes(
     return jax.eval_shape(start)
 
 
-def compile_step(
-    config: Config,
-    devices: list[jax.Device],
-    batch: Batch,
-    dtypes: tuple[Any, Any],
-    preset: Preset,
-    experts: int = 1,
-    stacked: bool | None = None,
-) -> jax.stages.Compiled:
-    """Compile one decode step, divided over all of the devices.
-
-    Args:
-        config: the model's configuration.
-        devices: the devices of a topology, see `devices_of`.
-        batch: sizes of the batch.
-        dtypes: the dtypes of the weights, and of the KV cache.
-        preset: the preset of control.
-        experts: groups of devices over which experts are divided.
-        stacked: whether the step scans over layers; None: as a server's does on TPUs.
-    """
-    with compiling_for(devices):
-        return lower_step(config, devices, batch, dtypes, preset, experts, stacked).compile()
-
-
 def lower_step(
     config: Config,
     devices: list[jax.Device],
@@ -126,7 +102,7 @@ def lower_step(
     experts: int = 1,
     stacked: bool | None = None,
 ) -> jax.stages.Lowered:
-    """Trace and lower one decode step, divided over all of the devices, inside of `compiling_for`.
+    """Trace and lower one decode step, divided over all of the devices; `compiled` compiles it.
 
     Args:
         config: the model's configuration.
@@ -159,14 +135,14 @@ def lower_step(
     def launch(params: Any, state: Any) -> Any:
         return sharding.launch(decoder, step, params, state)
 
-    return jax.jit(launch, donate_argnums=1).lower(params, state)
-
-
-@contextlib.contextmanager
-def compiling_for(devices: list[jax.Device]) -> Iterator[None]:
-    """Compiles for devices that are not here."""
     with without_cache(), jax.default_device(devices[0]):
-        yield
+        return jax.jit(launch, donate_argnums=1).lower(params, state)
+
+
+def compiled(step: jax.stages.Lowered) -> jax.stages.Compiled:
+    """The program of a step that `lower_step` has lowered."""
+    with without_cache():
+        return step.compile()
 
 
 @contextlib.contextmanager

@@ -216,7 +216,7 @@ def make_plan(
         slice_: the kind of the slice, all of whose chips have parts of one copy of the model.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
-        compiled: the step, from `ahead_of_time.compile_step`; None computes from shapes.
+        compiled: the step, from `ahead_of_time.compiled`; None computes from shapes.
         experts: groups of chips over which experts are divided.
     """
     cache, devices = state.cache, slice_.devices

@@ -145,8 +145,8 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         devices = ahead_of_time.devices_of(slice_.name)
     except RuntimeError as error:
         return plan, str(error), None
-    compiled = ahead_of_time.compile_step(config, devices, batch, dtypes, setting, experts)
-    return make_plan(config, slice_, dtypes, state, compiled, experts), "", None
+    step = ahead_of_time.lower_step(config, devices, batch, dtypes, setting, experts)
+    return make_plan(config, slice_, dtypes, state, ahead_of_time.compiled(step), experts), "", None
 
 
 def check_divides(option: str, value: int, name: str, number: int) -> None:

@@ -184,9 +184,8 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, cap
     setting = preset(preset_name, 8, platform="tpu")
     page_size = 128 if setting.page_policy is None else setting.page_policy.page_size
     batch = ahead_of_time.Batch(rows=32, context=4096, page_size=page_size, pages=32 * 4096 // page_size)
-    compiled = ahead_of_time.compile_step(
-        config, ahead_of_time.devices_of(name), batch, tuple(BFLOAT16), setting
-    )
+    step = ahead_of_time.lower_step(config, ahead_of_time.devices_of(name), batch, tuple(BFLOAT16), setting)
+    compiled = ahead_of_time.compiled(step)
     plan = plan_of(config, name, batch, setting, compiled)
     assert plan.source == "compiled program"
     assert page_size == 128
@@ -212,7 +211,8 @@ def test_no_chip_gathers_the_weights_of_experts(experts):
     _need("libtpu")
     config, batch = dataclasses.replace(QWEN3_30B, num_hidden_layers=2), BATCH
     devices = ahead_of_time.devices_of("v5e:2x2")
-    compiled = ahead_of_time.compile_step(config, devices, batch, tuple(BFLOAT16), preset("off", 8), experts)
+    step = ahead_of_time.lower_step(config, devices, batch, tuple(BFLOAT16), preset("off", 8), experts)
+    compiled = ahead_of_time.compiled(step)
     weights, _ = weight_bytes(config, 4, 2, experts)
     pages = (batch.pages + 1) * page_bytes(config, 4, batch.page_size, "bfloat16")
     assert compiled.memory_analysis().argument_size_in_bytes == pytest.approx(weights + pages, rel=0.02)
