@@ -156,7 +156,7 @@ def test_scanned_layers_on_a_mesh_compute_what_unrolled_ones_do(family, shards):
     in_program = collectives(mesh["program"])
     assert [c.operation for c in in_program].count("all-reduce") == 2 * mesh["layers"] + 1
     assert mesh["program"].count(" all-reduce(") == 2 + 1, "the layers are traced once"
-    assert not forbidden(in_program, rows=4, vocabulary=96)
+    assert not forbidden(in_program)
     shape = re.escape(f"f32[{','.join(map(str, mesh['pool_shape']))}]")
     copies = rf"= {shape}\S* (?:copy|select|transpose|copy-start|all-gather)\(.*"
     assert re.search(shape, mesh["program"]) and not re.findall(copies, mesh["program"])
