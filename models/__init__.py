@@ -14,7 +14,8 @@ from .config import Config, ModelError
 from .conversion import convert
 from .decoder import FAMILIES, Decoder, Params
 from .layers import Attend
-from .model import Model, copied, directory_of, initialise, load, save, shard
+from .model import Model, directory_of, initialise, load, save
+from .placement import copied, shard
 from .rope import RopeScaling
 from .tokenizer import Detokenizer, Tokenizer
 

@@ -116,7 +116,12 @@ def is_vector(name: str) -> bool:
 
 
 def read(
-    directory: Path, stored: Description, config: Config, dtypes: Dtypes, mesh: Mesh | None = None
+    directory: Path,
+    stored: Description,
+    config: Config,
+    dtypes: Dtypes,
+    mesh: Mesh | None = None,
+    page_shards: int | None = None,
 ) -> Params:
     """The parameters of a checkpoint on their devices. Raises ModelError where it is damaged.
 
@@ -126,11 +131,12 @@ def read(
         config: the model's configuration.
         dtypes: the dtypes of the result.
         mesh: over which every array is divided; None for the default device.
+        page_shards: devices that divide a KV head, as for `sharding.check_page_shards`.
     """
     devices = model_devices(mesh)
     shapes = {name: x.shape for name, x in named(structure(config, stored.quantization)[1]).items()}
     check_arrays(directory, stored, shapes, config)
-    divided = structure(with_kv_head_copies(config, devices), stored.quantization)[1]
+    divided = structure(with_kv_head_copies(config, devices, page_shards), stored.quantization)[1]
     if mesh is not None:
         check_groups(divided, mesh)
     targets, specs = named(divided), named(partition_specs(divided, devices))

@@ -180,6 +180,7 @@ class Decoder:
             the weights is; None for activations in the dtype of the embedding.
         stacked: whether the parameters of layers that repeat are stacked, and their pages, and programs scan
             over them, see `layer_stack`.
+        page_shards: devices of the mesh that divide a KV head and its pages.
     """
 
     config: Config
@@ -187,6 +188,7 @@ class Decoder:
     quantization: str | None = None
     operand_dtype: OperandDtype | None = None
     stacked: bool = False
+    page_shards: int = 1
 
     @property
     def pattern(self) -> LayerPattern | None:
@@ -217,6 +219,7 @@ class Decoder:
             c.hidden_size,
             *weight_counts(c),
             pattern=self.pattern,
+            page_shards=self.page_shards,
         )
 
     @property

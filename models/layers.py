@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from entropic_jax.mesh import sum_over_shards
+from entropic_jax.mesh import PageShards, sum_over_shards
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks
 
@@ -164,6 +164,9 @@ class Attention(nnx.Module):
         query, key, value = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
         if spec.norm_span == "all":
             query, key = self.head_normalised(query, key)
+        if key.shape[-1] < spec.head_dim:  # of a KV head that devices divide
+            group = PageShards(spec.head_dim // key.shape[-1])
+            query, key, value = group.gather_columns(query, key, value)
         query, key, value = (y.reshape(rows, length, -1, spec.head_dim) for y in (query, key, value))
         if spec.norm_span != "all" and not spec.norm_rotated:
             query, key = self.head_normalised(query, key)

@@ -21,7 +21,6 @@ from . import converted, sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
 from .decoder import FAMILIES, Decoder, Params, family, structure
-from .embedding import EMBEDDING_MODULE, HEAD_MODULE, has_one_table, with_two_tables
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
@@ -54,12 +53,15 @@ class Model:
     operand_dtype: OperandDtype | None = None  # see `Decoder`
     blocked: bool = False  # some matrices lie block by block, see `kernel_layout`
     stacked: bool = False  # layers that repeat are stacked, see `layer_stack`
+    page_shards: int | None = None  # devices that divide a KV head and its pages; None: all that can
 
     @property
     def decoder(self) -> Decoder:
         """The model's pure functions, static in compiled programs."""
-        config = sharding.with_kv_head_copies(self.config, sharding.model_devices(self.mesh))
-        return Decoder(config, self.mesh, self.quantization, self.operand_dtype, self.stacked)
+        devices = sharding.model_devices(self.mesh)
+        config = sharding.with_kv_head_copies(self.config, devices, self.page_shards)
+        page_shards = sharding.check_page_shards(self.config, devices, self.page_shards)
+        return Decoder(config, self.mesh, self.quantization, self.operand_dtype, self.stacked, page_shards)
 
     @property
     def activation_dtype(self) -> np.dtype:
@@ -81,18 +83,27 @@ def directory_of(path: str | Path | None) -> Path:
     return Path(__file__).with_name("embedded") if path is None else Path(path)
 
 
-def read_config(path: Path, mesh: Mesh | None = None) -> Config:
+def read_config(path: Path, mesh: Mesh | None = None, page_shards: int | None = None) -> Config:
     """The Config of a model directory, or of the config.json in it.
 
-    Raises ModelError where it cannot be used, or the model cannot be divided over the mesh.
+    Args:
+        path: the directory, or the file.
+        mesh: over which the model will be divided; None for one device.
+        page_shards: as for `load`.
+
+    Raises:
+        ModelError: it cannot be used, or the model cannot be divided over the mesh.
     """
     file = path / "config.json" if path.is_dir() else path
     raw = read_config_json(path)
     try:
         raw = text_part(raw)
         config = from_json(raw, family(raw))
-        if mesh is not None:
+        if mesh is None:
+            sharding.check_page_shards(config, 1, page_shards)
+        else:
             sharding.check_mesh(config, mesh)
+            sharding.check_page_shards(config, sharding.model_devices(mesh), page_shards)
             sharding.partition_specs(structure(config)[1], sharding.model_devices(mesh))
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
@@ -125,6 +136,7 @@ def load(
     quantization: str | None = None,
     blocked: bool = False,
     stacked: bool = False,
+    page_shards: int | None = None,
 ) -> Model:
     """Read a Hugging Face model directory, or one that `convert` wrote.
 
@@ -147,6 +159,9 @@ def load(
             model cannot be saved, quantised or divided.
         stacked: whether layers that repeat are stacked, as in an engine whose programs scan over layers; see
             `layer_stack`. The model is as limited as with `blocked`, which it then is not.
+        page_shards: devices that divide a KV head and its pages, where the mesh has more devices than there
+            are KV heads: a divisor of the number of devices that have the same head. 1 gives each a copy;
+            None divides it over all, unless `sharding.why_copied` has a reason.
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -155,7 +170,7 @@ def load(
     dtype, quantization = checked(dtype), check_quantization(quantization)
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
-    config = read_config(directory, mesh)
+    config = read_config(directory, mesh, page_shards)
     stored = converted.description(directory)
     if stored is not None:
         converted.check(directory, stored, dtype, quantization)
@@ -167,13 +182,14 @@ def load(
     vectors = dtype if operand_dtype is None else np.dtype(np.float32)
     if stored is not None:
         dtypes = converted.Dtypes(dtype, vectors, as_stored)
-        params = converted.read(directory, stored, config, dtypes, mesh)
+        params = converted.read(directory, stored, config, dtypes, mesh, page_shards)
         model = Model(config, params, tokenizer, generation, mesh, stored.quantization, operand_dtype)
     else:
-        read = tensor_reader(directory, config, dtype, progress, mesh, quantization)
+        read = tensor_reader(directory, config, dtype, progress, mesh, quantization, page_shards)
         params = read(vectors, as_stored and mesh is None)
         model = Model(config, params, tokenizer, generation, mesh, operand_dtype=operand_dtype)
         model = model if quantization is None else quantised(model, quantization)
+    model = dataclasses.replace(model, page_shards=page_shards)
     model = stack_layers(model) if stacked else model
     return in_blocks(model) if blocked and not model.stacked else model
 
@@ -185,6 +201,7 @@ def tensor_reader(
     progress: bool,
     mesh: Mesh | None,
     quantization: str | None,
+    page_shards: int | None = None,
 ) -> Callable[[np.dtype, bool], Params]:
     """A function of the dtype of vectors, and of `as_stored`, that reads the tensors of a directory.
 
@@ -195,6 +212,7 @@ def tensor_reader(
         progress: whether to show a bar.
         mesh: over which the arrays are divided.
         quantization: the quantization that they are meant for: matrices of int8 may stay as they are.
+        page_shards: as for `load`.
     """
     raw = read_config_json(directory)
     stored_format, is_tower = weight_format(raw), tower_of(raw) is not None
@@ -218,7 +236,8 @@ def tensor_reader(
             advance = lambda amount: bar.advance(task, amount)
             narrow = int8_kernels(structure(config, quantization)[1])
             matrices = None if vectors == dtype else dtype
-            return weights.read(tensors, config, vectors, advance, as_stored, mesh, narrow, matrices)
+            placed = (mesh, narrow, matrices, page_shards)
+            return weights.read(tensors, config, vectors, advance, as_stored, *placed)
 
     return read
 
@@ -234,7 +253,7 @@ def in_blocks(model: Model) -> Model:
     return dataclasses.replace(model, blocked=block_kernels(model.params))
 
 
-def _check_layout(model: Model, action: str) -> None:
+def check_layout(model: Model, action: str) -> None:
     """Raise ModelError for a model whose matrices lie block by block, or in stacks."""
     for name in ("blocked", "stacked"):
         if getattr(model, name):
@@ -262,7 +281,7 @@ def quantised(model: Model, quantization: str = "int8") -> Model:
         ModelError: for another quantisation, one whose groups do not divide the model's matrices, or a model
             that is quantised already; a ValueError.
     """
-    _check_layout(model, "quantised")
+    check_layout(model, "quantised")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised; its weights are {model.quantization}")
     shapes = structure(model.config, check_quantization(quantization))[1]
@@ -290,38 +309,6 @@ def check_surrounding(tokenizer: Tokenizer, directory: Path, config: Config) -> 
         )
 
 
-def shard(model: Model, mesh: Mesh) -> Model:
-    """The model with its weights divided over a mesh. Raises ModelError if they cannot be."""
-    _check_layout(model, "divided")
-    sharding.check_mesh(model.config, mesh)
-    config = sharding.with_kv_head_copies(model.config, sharding.model_devices(mesh))
-    shapes = structure(config, model.quantization)[1]
-    kv_heads = model.config.num_key_value_heads
-    params = jax.tree.map(
-        lambda x, shape: sharding.copy_kv_heads(x, shape.shape, kv_heads),
-        with_two_tables(model.params, model.config),
-        shapes,
-    )
-    params = jax.device_put(params, sharding.shardings(params, mesh))
-    return dataclasses.replace(model, params=params, mesh=mesh)
-
-
-def copied(model: Model, place: jax.Device | Mesh) -> Model:
-    """The model on other devices, of which there are as many.
-
-    On a CPU, whose devices share their memory, the copy shares that of the model.
-
-    Args:
-        model: the model to copy.
-        place: the device, or the mesh for a model that is divided over one.
-    """
-    mesh = place if isinstance(place, Mesh) else None
-    params = jax.tree.map(lambda x: sharding.copied(x, place), model.params)
-    if has_one_table(model.params, model.config):
-        params[EMBEDDING_MODULE]["weight"] = params[HEAD_MODULE]["kernel"]
-    return dataclasses.replace(model, params=params, mesh=mesh)
-
-
 def save(model: Model, path: str | Path, dtype: Any = None) -> None:
     """Write a directory that `load` and transformers read.
 
@@ -332,10 +319,11 @@ def save(model: Model, path: str | Path, dtype: Any = None) -> None:
         path: the path of the directory, which is made.
         dtype: the dtype of the weights on disk, by default that of the parameters.
     """
-    _check_layout(model, "saved")
+    check_layout(model, "saved")
     if model.quantization is not None:
         raise ModelError(f"model must not be quantised to be saved; its weights are {model.quantization}")
-    if (copies := sharding.kv_head_copies(model.config, sharding.model_devices(model.mesh))) > 1:
+    devices = sharding.model_devices(model.mesh)
+    if (copies := sharding.kv_head_copies(model.config, devices, model.page_shards)) > 1:
         raise ModelError(f"model must have one copy of each KV head to be saved; it has {copies} on its mesh")
     directory = Path(path)
     dtype = checked(jax.tree.leaves(model.params)[0].dtype if dtype is None else dtype)

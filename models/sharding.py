@@ -5,9 +5,9 @@ expert holds some of the experts, which are divided over tensor. A pass needs tw
 layer, after the output projection of the attention and after that of the feed-forward block, one sum for the
 embedding, and one gathering of the logits.
 
-Where there are more devices than KV heads, each device has one KV head, and several have the same one: the
-projections of keys and values, and the pages that they fill, are copied, as in vLLM. The queries of a KV head
-are divided over the devices that have it.
+Where there are more devices than KV heads, several have the same one. They divide the columns of its
+projections among them, and its pages (`mesh.page_shards`), or have copies of both, as in vLLM. The queries of
+a KV head are divided over the devices that have it.
 
 Source: Shoeybi et al., Megatron-LM (2019; arXiv 1909.08053), section 3.
 """
@@ -142,8 +142,8 @@ def local_region(
     return tuple(slice(min(b[0] for b in axis), max(b[1] for b in axis)) for axis in bounds)
 
 
-def kv_head_copies(config: Config, devices: int) -> int:
-    """How many devices hold each KV head; 1 where there are not more devices than KV heads.
+def kv_head_sharers(config: Config, devices: int) -> int:
+    """How many devices have the same KV head; 1 where there are not more devices than KV heads.
 
     Args:
         config: the model's configuration, which `check_sizes` accepts.
@@ -152,14 +152,72 @@ def kv_head_copies(config: Config, devices: int) -> int:
     return max(1, devices // config.num_key_value_heads)
 
 
-def with_kv_head_copies(config: Config, devices: int) -> Config:
+def check_page_shards(config: Config, devices: int, page_shards: int | None = None) -> int:
+    """How many of the devices that have the same KV head divide it and its pages; the others have copies.
+
+    Args:
+        config: the model's configuration, which `check_sizes` accepts.
+        devices: number of devices of a copy of the model.
+        page_shards: as it was asked for; None for all of these devices, or 1 where `why_copied` says why.
+
+    Raises:
+        ModelError: it does not divide the number of these devices, or the head cannot be divided.
+    """
+    sharers = kv_head_sharers(config, devices)
+    reason = why_copied(config, sharers if page_shards is None else page_shards)
+    if page_shards is None:
+        return sharers if reason is None else 1
+    name = "decode_context_parallel_size"
+    if page_shards < 1 or sharers % page_shards:
+        raise ModelError(
+            f"{name} must divide {sharers}, the devices that have the same KV head, of {devices} devices and "
+            f"{config.num_key_value_heads} KV heads; got {page_shards}"
+        )
+    if reason is not None:
+        raise ModelError(f"{name} must be 1 for {config.architecture}: {reason}; got {page_shards}")
+    return page_shards
+
+
+def why_copied(config: Config, page_shards: int) -> str | None:
+    """Why so many devices cannot divide a KV head, so that they have copies of it; None if they can.
+
+    Args:
+        config: the model's configuration.
+        page_shards: devices that would divide a KV head.
+    """
+    if page_shards <= 1:
+        return None
+    block = FAMILIES[config.architecture].block
+    for attention in (block(config, layer).attention for layer in range(config.num_hidden_layers)):
+        if isinstance(attention, LatentAttentionSpec):
+            return "all heads share one latent vector"
+        if attention.head_norm is not None and attention.norm_span == "each":
+            return "its norms of queries and keys have a vector per head"
+        if attention.head_dim % page_shards:
+            return f"head_dim, {attention.head_dim}, is not divided by {page_shards}"
+    return None
+
+
+def kv_head_copies(config: Config, devices: int, page_shards: int | None = None) -> int:
+    """How many copies there are of each KV head, of its projections and its pages.
+
+    Args:
+        config: the model's configuration, which `check_sizes` accepts.
+        devices: number of devices of a copy of the model.
+        page_shards: as for `check_page_shards`.
+    """
+    return kv_head_sharers(config, devices) // check_page_shards(config, devices, page_shards)
+
+
+def with_kv_head_copies(config: Config, devices: int, page_shards: int | None = None) -> Config:
     """The configuration of the model that the devices run: copies of a KV head count as KV heads.
 
     Args:
         config: the model's configuration.
         devices: number of devices of a copy of the model.
+        page_shards: as for `check_page_shards`.
     """
-    copies = kv_head_copies(config, devices)
+    copies = kv_head_copies(config, devices, page_shards)
     return (
         config
         if copies == 1

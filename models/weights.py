@@ -44,6 +44,7 @@ def read(
     mesh: Mesh | None = None,
     int8_kernels: Container[tuple[Any, ...]] = (),
     matrix_dtype: np.dtype | None = None,
+    page_shards: int | None = None,
 ) -> Params:
     """The parameters of a model directory.
 
@@ -56,11 +57,12 @@ def read(
         mesh: over which every array is divided as soon as it is read; None for the default device.
         int8_kernels: paths of matrices that become an `Int8Kernel` if they are stored as one.
         matrix_dtype: the dtype of the embedding and of matrices, if it is another one.
+        page_shards: devices that divide a KV head, as for `sharding.check_page_shards`.
     """
     expected = entries(config)
     tensors.check(expected, config)
     table, head = (next(e for e in expected if e.path[0] == name) for name in (EMBEDDING_MODULE, HEAD_MODULE))
-    divided = structure(with_kv_head_copies(config, model_devices(mesh)))[1]
+    divided = structure(with_kv_head_copies(config, model_devices(mesh), page_shards))[1]
     arrays: dict[tuple[Any, ...], jax.Array | Int8Kernel] = {}
     in_memory: dict[str, TensorInMemory] = {}
     num_threads = min(MOST_THREADS, WAITING_THREADS + (os.cpu_count() or 1))

@@ -1,11 +1,14 @@
 """Compiles the programs of a step for virtual devices, in a process of its own: prints their memory.
 
-    python -m tests.mesh_memory 1 2 8
+    python -m tests.mesh_memory 1 2 8 8/2
+
+The number of KV heads, if it is not that of the devices, follows a slash.
 
 Nothing runs, and no weights exist: arguments are shapes. JAX fixes the number of devices when it starts, so
 the caller sets XLA_FLAGS. With ENTROPIC_KERNELS=xla all meshes have the same kernels.
 """
 
+import dataclasses
 import json
 import sys
 from functools import partial
@@ -37,10 +40,11 @@ CHUNK, DRAFTED = 64, 3  # tokens of a prefill chunk, and drafted for a row
 
 
 def state_shapes(decoder: Decoder, speculator: Any) -> Any:
-    """The state of a batch, as shapes."""
+    """The state of a batch, as shapes; all pools have as many bytes, however many KV heads there are."""
+    pages = PAGES * CONFIG.num_key_value_heads // decoder.config.num_key_value_heads
 
     def empty() -> Any:
-        pool = allocate(decoder.shape, ROWS, CONTEXT, pages=PAGES, page_size=PAGE_SIZE)
+        pool = allocate(decoder.shape, ROWS, CONTEXT, pages=pages, page_size=PAGE_SIZE)
         return start(
             decoder,
             None,
@@ -61,13 +65,19 @@ def total_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def report(devices: int) -> dict[str, Any]:
+def report(case: str) -> dict[str, Any]:
     """What the programs of a mesh hold on a device, by name."""
+    number, _, kv_heads = case.partition("/")
+    devices, config = int(number), CONFIG
+    if kv_heads:
+        config = dataclasses.replace(CONFIG, num_key_value_heads=int(kv_heads))
     mesh = None if devices == 1 else make_mesh(devices)
-    decoder, controller = Decoder(CONFIG, mesh), preset("off").controller
+    shards = model_sharding.check_page_shards(config, devices)
+    decoder, controller = Decoder(config, mesh, page_shards=shards), preset("off").controller
     speculator = make_speculator("suffix", ROWS, DRAFTED)
-    params, state = structure(CONFIG)[1], state_shapes(Decoder(CONFIG), speculator)
-    sizes = {"weights": total_bytes(params), "pool": total_bytes(state.cache.layers)}
+    params, full = structure(config)[1], state_shapes(Decoder(config), speculator)
+    state = state_shapes(Decoder(config, page_shards=shards), speculator)
+    sizes = {"weights": total_bytes(params), "pool": total_bytes(full.cache.layers)}
     if mesh is not None:
         shaped = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
         params = jax.tree.map(shaped, params, model_sharding.shardings(params, mesh))
@@ -93,4 +103,4 @@ def report(devices: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps({number: report(int(number)) for number in sys.argv[1:]}))
+    print(json.dumps({number: report(number) for number in sys.argv[1:]}))

@@ -2,7 +2,8 @@
 
     python -m tests.mesh_programs mixtral 1 2 1x2
 
-A mesh is its number of devices along tensor, or those along tensor and expert.
+A mesh is its number of devices along tensor, or those along tensor and expert. `/1` after it gives each
+device that shares a KV head a copy of it, `/2` divides it over two.
 
 JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS. Layers are scanned with
 `ENTROPIC_LAYERS=scanned`.
@@ -33,7 +34,18 @@ COMMON: dict[str, Any] = dict(
 FAMILIES = {
     "llama": dict(architecture="LlamaForCausalLM", num_key_value_heads=8, attention_bias=True),
     "grouped": dict(architecture="LlamaForCausalLM", num_key_value_heads=2, attention_bias=True),
-    "grouped-olmo2": dict(architecture="Olmo2ForCausalLM", num_key_value_heads=2),
+    "single": dict(architecture="LlamaForCausalLM", num_key_value_heads=1),
+    "single-olmo2": dict(architecture="Olmo2ForCausalLM", num_key_value_heads=1),
+    "grouped-gpt-oss": dict(
+        architecture="GptOssForCausalLM",
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=96,
+        attention_bias=True,
+        sliding_window=24,
+        layer_types=("full_attention", "sliding_attention"),
+    ),
     "qwen3": dict(
         architecture="Qwen3ForCausalLM",
         num_key_value_heads=4,
@@ -74,6 +86,8 @@ GAINS = presets.Gains(low_entropy=6.0, high_entropy=12.0, dropped_mass_limit=0.4
 
 def model_of(family: str, mesh: str) -> models.Model:
     """A model with random weights, divided over a mesh; a bias, like a sink, is not zero."""
+    mesh, _, divided = mesh.partition("/")
+    page_shards = int(divided) if divided else None
     model = models.initialise(models.Config(**COMMON, **FAMILIES[family]), 1)
     keys = iter(jax.random.split(jax.random.key(5), 100))
     named = lambda path: jax.tree_util.keystr(path[-1:]) in ("['bias']", "['sinks']")
@@ -84,7 +98,7 @@ def model_of(family: str, mesh: str) -> models.Model:
     model = dataclasses.replace(model, params=params)
     tensor, experts = (int(size) for size in f"{mesh}x1".split("x")[:2])
     if tensor * experts > 1:
-        model = models.shard(model, make_mesh(tensor, expert_parallel_size=experts))
+        model = models.shard(model, make_mesh(tensor, expert_parallel_size=experts), page_shards)
     return stack_layers(model) if scans_layers() else model
 
 

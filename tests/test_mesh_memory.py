@@ -12,6 +12,7 @@ import pytest
 from .mesh_memory import CHUNK, CONFIG, DRAFTED, ROWS
 
 DEVICES = 8
+GROUPED = f"{DEVICES}/2"  # two KV heads, each of which four devices divide
 # Tokens of a pass, and the width of what every device has of each: logits, or the residual stream.
 PASSES = {
     "decode": (ROWS, CONFIG.vocab_size),
@@ -24,7 +25,7 @@ PASSES = {
 def report() -> dict[str, Any]:
     """What `tests.mesh_memory` prints: one device and the mesh, with the same kernels."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.mesh_memory", "1", str(DEVICES)],
+        [sys.executable, "-m", "tests.mesh_memory", "1", str(DEVICES), GROUPED],
         cwd=Path(__file__).resolve().parents[1],
         capture_output=True,
         text=True,
@@ -40,9 +41,10 @@ def report() -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", [str(DEVICES), GROUPED])
 @pytest.mark.parametrize("program", PASSES)
-def test_a_program_holds_its_share_of_weights_and_pool_and_five_percent(report, program):
-    mesh = report[str(DEVICES)]
+def test_a_program_holds_its_share_of_weights_and_pool_and_five_percent(report, program, case):
+    mesh = report[case]
     share = (mesh["weights"] + mesh["pool"]) / DEVICES
     held = sum(mesh[program].values())
     assert 0.7 * share < held <= 1.05 * share

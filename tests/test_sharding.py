@@ -45,8 +45,8 @@ MESHES = [
 
 
 def size_of(mesh: str) -> int:
-    """Devices of a mesh of `CASES`."""
-    return math.prod(int(size) for size in mesh.split("x"))
+    """Devices of a mesh, of which only a part behind `/` may say something else."""
+    return math.prod(int(size) for size in mesh.partition("/")[0].split("x"))
 
 
 @cache
@@ -164,31 +164,6 @@ def test_scanned_layers_on_a_mesh_compute_what_unrolled_ones_do(family, shards):
     assert not re.findall(stacks, mesh["program"]), "stacked weights are copied"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "shards"),
-    [
-        pytest.param("grouped", "2", marks=pytest.mark.exhaustive),
-        pytest.param("grouped", "4", marks=pytest.mark.exhaustive),
-        ("grouped", "8"),
-        ("grouped-olmo2", "4"),
-    ],
-)
-def test_two_kv_heads_on_more_devices_give_the_tokens_of_one(family, shards):
-    device, mesh = reports(family, shards)
-    np.testing.assert_allclose(mesh["logits"], device["logits"], atol=2e-4, rtol=0)
-    assert np.ptp(device["logits"]) > 1
-    assert mesh["off"]["tokens"] == device["off"]["tokens"]
-    np.testing.assert_allclose(mesh["off"]["entropy"], device["off"]["entropy"], atol=1e-3)
-    assert device["pool_shape"][1] == 2 and mesh["pool_shape"][1] == 1
-    copies = size_of(shards) // 2
-    assert mesh["pool_bytes"] == copies * device["pool_bytes"]
-    heads = (64 + (family == "grouped")) * 2 * 2 * 16 * 4  # keys and values of a layer, with biases
-    norms = 2 * 16 * 4 if family == "grouped-olmo2" else 0
-    assert mesh["weight_bytes"] - device["weight_bytes"] == 2 * (copies - 1) * (heads + norms)
-    assert not forbidden(collectives(mesh["program"]))
-
-
 @pytest.mark.parametrize("quantization", [None, "int8", "int4"])
 def test_copies_of_kv_heads_are_next_to_each_other(quantization):
     from entropic_jax.models.decoder import structure
@@ -198,11 +173,11 @@ def test_copies_of_kv_heads_are_next_to_each_other(quantization):
     config = models.Config(
         **{**CONFIG, "num_key_value_heads": 2, "intermediate_size": 64, "attention_bias": True}
     )
-    assert [kv_head_copies(config, devices) for devices in (1, 2, 4)] == [1, 1, 2]
-    assert with_kv_head_copies(config, 2) == config
+    assert [kv_head_copies(config, devices, 1) for devices in (1, 2, 4)] == [1, 1, 2]
+    assert with_kv_head_copies(config, 2, 1) == with_kv_head_copies(config, 4) == config
     model = models.initialise(config, 0)
     model = model if quantization is None else quantised(model, quantization)
-    shapes = structure(with_kv_head_copies(config, 4), quantization)[1]
+    shapes = structure(with_kv_head_copies(config, 4, 1), quantization)[1]
     layers, shaped = model.params["layers"][0], shapes["layers"][0]
     for module, name in (
         ("k_proj", "kernel"),

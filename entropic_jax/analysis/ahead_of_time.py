@@ -56,7 +56,12 @@ def devices_of(topology: str) -> list[jax.Device]:
 
 
 def state_shapes(
-    config: Config, batch: Batch, dtype: Any, preset: Preset, stacked: bool | None = None
+    config: Config,
+    batch: Batch,
+    dtype: Any,
+    preset: Preset,
+    stacked: bool | None = None,
+    page_shards: int = 1,
 ) -> Any:
     """The `State` of a batch, as shapes.
 
@@ -66,8 +71,10 @@ def state_shapes(
         dtype: the dtype of the KV cache.
         preset: the preset of control.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        page_shards: devices that divide the pages of a KV head.
     """
-    decoder = Decoder(config, stacked=not is_mixture(config) if stacked is None else stacked)
+    stacked = not is_mixture(config) if stacked is None else stacked
+    decoder = Decoder(config, stacked=stacked, page_shards=page_shards)
 
     def start() -> Any:
         pool = allocate(
@@ -101,6 +108,7 @@ def lower_step(
     preset: Preset,
     experts: int = 1,
     stacked: bool | None = None,
+    page_shards: int | None = None,
 ) -> jax.stages.Lowered:
     """Trace and lower one decode step, divided over all of the devices; `compiled` compiles it.
 
@@ -112,12 +120,14 @@ def lower_step(
         preset: the preset of control.
         experts: groups of devices over which experts are divided.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        page_shards: devices that divide a KV head, of those that have the same one; None for all that can.
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
-    config = model_sharding.with_kv_head_copies(config, len(devices))
+    shards = model_sharding.check_page_shards(config, len(devices), page_shards)
+    config = model_sharding.with_kv_head_copies(config, len(devices), shards)
     stacked = not is_mixture(config) if stacked is None else stacked
-    decoder = Decoder(config, mesh, stacked=stacked)
+    decoder = Decoder(config, mesh, stacked=stacked, page_shards=shards)
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
@@ -126,7 +136,7 @@ def lower_step(
     weights_dtype = jnp.dtype(dtypes[0])
     places = model_sharding.shardings(shapes, mesh, decoder.pattern)
     params = jax.tree.map(partial(placed, dtype=weights_dtype), shapes, places)
-    state = state_shapes(config, batch, dtypes[1], preset, stacked)
+    state = state_shapes(config, batch, dtypes[1], preset, stacked, shards)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
 
     def step(params: Any, state: Any) -> Any:

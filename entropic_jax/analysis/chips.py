@@ -77,21 +77,23 @@ class Topology(NamedTuple):
         """Links between the two chips that are furthest from each other, without links around the grid."""
         return sum(size - 1 for size in self.shape)
 
-    def seconds(self, operation: str, num_bytes: int) -> float:
-        """Time of a collective over all chips: bytes over one link, and the latency of its hops.
+    def seconds(self, operation: str, num_bytes: int, devices: int | None = None) -> float:
+        """Time of a collective: bytes over one link, and the latency of its hops.
 
         A sum passes the bytes around twice and crosses the grid twice, everything else once.
 
         Args:
             operation: as in `collectives.Collective`.
             num_bytes: number of bytes of its results on a device.
+            devices: chips next to each other that take part; None for all.
 
         >>> round(topology("v5e:2x4").seconds("all-reduce", 2**18) * 1e6, 1)
         13.1
         """
         times = 2 if operation == "all-reduce" else 1
-        moved = num_bytes * (self.devices - 1) / self.devices
-        return times * (moved / self.chip.link_bandwidth + self.hops * SECONDS_PER_HOP)
+        devices = self.devices if devices is None else devices
+        moved, hops = num_bytes * (devices - 1) / devices, min(self.hops, devices - 1)
+        return times * (moved / self.chip.link_bandwidth + hops * SECONDS_PER_HOP)
 
 
 def topology(name: str) -> Topology:

@@ -16,6 +16,7 @@ CALLED = re.compile(r"(?:body|condition|calls|to_apply|\w+_computations?)=(?P<na
 LOOP = re.compile(r" while\(.*condition=%?(?P<condition>[\w.\-]+), body=%?(?P<body>[\w.\-]+)")
 TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(?P<count>\d+)"')
 COMPARISON = re.compile(r"ROOT .* compare\(.*%(?P<most>[\w.\-]+)\), direction=LT")
+GROUPS = re.compile(r"replica_groups=(?:\{\{(?P<first>[\d,]+)\}|\[\d+,(?P<size>\d+)\])")
 CONSTANT = re.compile(r"%(\S+) = s32\[\]\S* constant\((\d+)\)")
 
 
@@ -25,6 +26,7 @@ class Collective(NamedTuple):
     operation: str  # one of `OPERATIONS`
     shapes: tuple[tuple[int, ...], ...]  # of its results on a device
     num_bytes: int  # of its results on a device
+    devices: int | None = None  # that exchange something with each other; None: all
 
 
 def collectives(program: str) -> list[Collective]:
@@ -33,8 +35,8 @@ def collectives(program: str) -> list[Collective]:
     One that is split into a start and a completion counts once. One in a loop, as over the layers of a model,
     counts as often as the loop runs, if the text says how often that is; else once.
 
-    >>> collectives("%sum = f32[4,64]{1,0} all-reduce(%x), channel_id=1")
-    [Collective(operation='all-reduce', shapes=((4, 64),), num_bytes=1024)]
+    >>> collectives("%sum = f32[4,64]{1,0} all-reduce(%x), replica_groups={{0,1},{2,3}}")
+    [Collective(operation='all-reduce', shapes=((4, 64),), num_bytes=1024, devices=2)]
     """
     program = COMMENT.sub("", program)
     runs = turns(program)
@@ -99,8 +101,23 @@ def read(match: re.Match[str]) -> Collective:
         # The start of these returns its operands along with its results.
         arrays = arrays[1:2] if len(arrays) < 4 else arrays[len(arrays) // 2 :]
     return Collective(
-        match["operation"], tuple(shape for shape, _ in arrays), sum(size for _, size in arrays)
+        match["operation"],
+        tuple(shape for shape, _ in arrays),
+        sum(size for _, size in arrays),
+        group_size(match.string[match.end() :].partition("\n")[0]),
     )
+
+
+def group_size(operands: str) -> int | None:
+    """The devices of a group, of the rest of an instruction.
+
+    >>> group_size("%x), replica_groups=[8,2]<=[16]"), group_size("%x), channel_id=1")
+    (2, None)
+    """
+    groups = GROUPS.search(operands)
+    if groups is None:
+        return None
+    return int(groups["size"]) if groups["size"] else groups["first"].count(",") + 1
 
 
 def array_of(match: re.Match[str]) -> tuple[tuple[int, ...], int]:

@@ -17,6 +17,7 @@ from entropic_jax.mesh import EXPERT, TENSOR, numbers_by_type
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.sharding import (
+    check_page_shards,
     check_sizes,
     kv_head_copies,
     partition_specs,
@@ -68,7 +69,8 @@ class Plan(NamedTuple):
     memory_bytes: int
     pages: int  # that fit
     page_size: int
-    kv_head_copies: int  # chips that hold the same KV head, its projections and its pages
+    kv_head_copies: int  # of the projections and the pages of each KV head
+    page_shards: int  # chips that divide each copy
     windowed_layers: int  # layers that see a window; they keep the pages before it
     context: int
     rows: int
@@ -82,7 +84,9 @@ class Plan(NamedTuple):
         return max(0, self.pages) // math.ceil(self.context / self.page_size)
 
 
-def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) -> tuple[int, int]:
+def weight_bytes(
+    config: Config, devices: int, itemsize: int, experts: int = 1, page_shards: int | None = None
+) -> tuple[int, int]:
     """Bytes of the weights on a chip: all, and those that a step reads, without the embedding's table.
 
     Args:
@@ -90,8 +94,9 @@ def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) 
         devices: number of devices of a copy of the model.
         itemsize: bytes of a weight.
         experts: devices of the expert axis, among them.
+        page_shards: as for `make_plan`.
     """
-    shapes = structure(with_kv_head_copies(config, devices))[1]
+    shapes = structure(with_kv_head_copies(config, devices, page_shards))[1]
     sizes = {TENSOR: devices // experts, EXPERT: experts}
 
     def on_chip(x: Any, spec: Any) -> int:
@@ -103,19 +108,22 @@ def weight_bytes(config: Config, devices: int, itemsize: int, experts: int = 1) 
     return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize
 
 
-def page_bytes(config: Config, devices: int, page_size: int, dtype: Any) -> int:
-    """Bytes of a page of all layers on a chip: keys, values and summaries.
+def page_bytes(
+    config: Config, devices: int, page_size: int, dtype: Any, page_shards: int | None = None
+) -> int:
+    """Bytes of a page of all layers on a chip: keys, values and summaries; the mean where chips divide pages.
 
     Args:
         config: the model's configuration.
         devices: number of devices of a copy of the model.
         page_size: positions of a page.
         dtype: the dtype of keys and values.
+        page_shards: as for `make_plan`.
     """
-    shape = Decoder(with_kv_head_copies(config, devices)).shape
-    heads, size = shape.kv_heads // devices, shape.head_dim
+    shape = Decoder(with_kv_head_copies(config, devices, page_shards)).shape
+    size = shape.head_dim
     tiles = 2 * page_size * size * bytes_per_number(dtype, size)
-    return int(config.num_hidden_layers * heads * (tiles + 4 * (3 * size + 1)))
+    return int(config.num_hidden_layers * shape.kv_heads * (tiles + 4 * (3 * size + 1)) / devices)
 
 
 class StepNeeds(NamedTuple):
@@ -126,7 +134,9 @@ class StepNeeds(NamedTuple):
     collectives: tuple[Collective, ...]
 
 
-def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes, state: State) -> StepNeeds:
+def from_shapes(
+    config: Config, devices: int, rows: int, dtypes: Dtypes, state: State, page_shards: int | None = None
+) -> StepNeeds:
     """The needs of a dense decode step, by the layout of the model.
 
     Args:
@@ -135,6 +145,7 @@ def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes, state: 
         rows: number of rows of the step.
         dtypes: the dtypes of weights and KV cache.
         state: a `State` of any number of rows, as shapes; control decides what is gathered of a row.
+        page_shards: as for `make_plan`.
     """
     sampled, vocabulary = math.ceil(rows / devices), config.vocab_size  # rows that a device samples
     # Logits three times over, on a mesh also as they are sent and received, and the activations of a layer.
@@ -152,7 +163,32 @@ def from_shapes(config: Config, devices: int, rows: int, dtypes: Dtypes, state: 
         for size in numbers_by_type(decision).values()
     ]
     sums = (total,) * (2 * config.num_hidden_layers + 1)
-    return StepNeeds(temporary, None, (*sums, exchange, *gathered))
+    divided = of_divided_pages(config, devices, rows, itemsize, page_shards)
+    return StepNeeds(temporary, None, (*sums, *divided, exchange, *gathered))
+
+
+def of_divided_pages(
+    config: Config, devices: int, rows: int, itemsize: int, page_shards: int | None
+) -> tuple[Collective, ...]:
+    """The collectives of a dense decode step between chips that divide the pages of a KV head.
+
+    Args:
+        config: the model's configuration.
+        devices: number of devices of a copy of the model.
+        rows: number of rows of the step.
+        itemsize: bytes of a number of an activation.
+        page_shards: as for `make_plan`.
+    """
+    shards = check_page_shards(config, devices, page_shards)
+    if shards == 1:
+        return ()
+    shape = Decoder(config).shape
+    heads, size = shape.heads // devices * shards, shape.head_dim  # query heads of the group
+    columns = (rows, 1, (heads + 2) * size)  # of queries, and of a key and a value
+    parts = (rows, heads, size + 1)  # outputs, each with its log-sum-exp
+    gathered = Collective("all-gather", (columns,), math.prod(columns) * itemsize, shards)
+    exchanged = Collective("all-to-all", (parts,), math.prod(parts) * 4, shards)
+    return (gathered, exchanged) * config.num_hidden_layers
 
 
 def from_program(compiled: jax.stages.Compiled) -> StepNeeds:
@@ -176,6 +212,7 @@ def roofline(
     dtypes: Dtypes,
     exchanged: Iterable[Collective],
     experts: int = 1,
+    page_shards: int | None = None,
 ) -> Roofline:
     """The least time of a decode step of `rows` rows that hold `context` positions each.
 
@@ -187,17 +224,18 @@ def roofline(
         dtypes: the dtypes of weights and KV cache.
         exchanged: the collectives of the step.
         experts: devices of the expert axis.
+        page_shards: as for `make_plan`.
     """
     devices = topology.devices
-    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
-    shape = Decoder(with_kv_head_copies(config, devices)).shape
+    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts, page_shards)
+    shape = Decoder(with_kv_head_copies(config, devices, page_shards)).shape
     flops = 2.0 * shape.weights * rows / devices
-    position = 2 * config.num_hidden_layers * (shape.kv_heads // devices) * shape.head_dim
+    position = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim / devices
     cached = rows * context * position * bytes_per_number(dtypes.cache, shape.head_dim)
     return Roofline(
         1e3 * max(read / topology.bandwidth, flops / topology.flops),
         1e3 * cached / topology.bandwidth,
-        1e3 * sum(topology.seconds(c.operation, c.num_bytes) for c in exchanged),
+        1e3 * sum(topology.seconds(c.operation, c.num_bytes, c.devices) for c in exchanged),
     )
 
 
@@ -208,6 +246,7 @@ def make_plan(
     state: Any,
     compiled: jax.stages.Compiled | None = None,
     experts: int = 1,
+    page_shards: int | None = None,
 ) -> Plan:
     """The plan of a model on a slice.
 
@@ -218,14 +257,15 @@ def make_plan(
         state: the `State` of the batch that the step is for, as shapes.
         compiled: the step, from `ahead_of_time.compiled`; None computes from shapes.
         experts: groups of chips over which experts are divided.
+        page_shards: chips that divide a KV head, of those that have the same one; None for all that can.
     """
     cache, devices = state.cache, slice_.devices
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
-    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts)
-    of_page = page_bytes(config, devices, cache.page_size, dtypes.cache)
+    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts, page_shards)
+    of_page = page_bytes(config, devices, cache.page_size, dtypes.cache, page_shards)
     rest = state_bytes(state)
     if compiled is None:
-        step = from_shapes(config, devices, rows, dtypes, state)
+        step = from_shapes(config, devices, rows, dtypes, state, page_shards)
     else:
         step = from_program(compiled)
     room = int(UTILIZATION * slice_.chip.memory) - weights - rest - step.temporary_bytes
@@ -233,8 +273,8 @@ def make_plan(
     rates = {}
     for batch in BATCHES:
         if batch * math.ceil(context / cache.page_size) <= pages:
-            exchanged = from_shapes(config, devices, batch, dtypes, state).collectives
-            time = roofline(config, slice_, batch, context, dtypes, exchanged, experts)
+            exchanged = from_shapes(config, devices, batch, dtypes, state, page_shards).collectives
+            time = roofline(config, slice_, batch, context, dtypes, exchanged, experts, page_shards)
             rates[batch] = 1e3 * batch / time.total
     return Plan(
         source="shapes" if compiled is None else "compiled program",
@@ -247,12 +287,13 @@ def make_plan(
         memory_bytes=slice_.chip.memory,
         pages=pages,
         page_size=cache.page_size,
-        kv_head_copies=kv_head_copies(config, devices),
+        kv_head_copies=kv_head_copies(config, devices, page_shards),
+        page_shards=check_page_shards(config, devices, page_shards),
         windowed_layers=sum(window is not None for window in Decoder(config).windows),
         context=context,
         rows=rows,
         collectives=step.collectives,
-        roofline=roofline(config, slice_, rows, context, dtypes, step.collectives, experts),
+        roofline=roofline(config, slice_, rows, context, dtypes, step.collectives, experts, page_shards),
         tokens_per_second=rates,
     )
 

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from ..pallas import paged_attention
-from ..pallas.paged_attention import PartialAttention
+from ..pallas.paged_attention import PartialAttention, partial
 from ..pallas.paged_attention.quantised import put_pages, stored
 from ..pallas.paged_attention.write_reference import update_summary
 from ..state.cache import Cache, Layer
+from .divided_pages import merged, own_pages
 from .layer_loop import LoopedAttention
 from .statistics import Observer
 
@@ -40,8 +41,13 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
         span: where the tokens stand.
         reader: from a `page_selection.PagePolicy`: queries attend to the pages that it selects. None: to all.
         observer: takes statistics of the attention of a single query per row.
+
+    Raises:
+        ValueError: attention is observed, and the pages of a KV head are on several devices.
     """
     table = cache.table
+    if observer is not None and cache.is_divided:
+        raise ValueError("controller must not observe attention where devices divide a KV head's pages")
 
     def attend(q, k, v, layer, window=None, soft_cap=None, sink=None, chunk=None):
         layer = write(layer, table, span, k, v)
@@ -65,7 +71,7 @@ def write(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.
     summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
     in_order = n == 1 or paged_attention.writes_in_order((layer.keys, layer.values), summaries, k, v)
     written = (_write_in_order if in_order else _write_many)(layer, table, span, k, v)
-    return written._replace(first_page=layer.first_page)
+    return written._replace(first_page=layer.first_page, page_shards=layer.page_shards)
 
 
 def _write_in_order(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v: jax.Array) -> Layer:
@@ -84,7 +90,7 @@ def _store(layer: Layer, k: jax.Array, v: jax.Array, page: jax.Array, slot: jax.
     summaries = (layer.key_min, layer.key_max, layer.key_sum, layer.value_norm)
     pools = (layer.keys, layer.values)
     tiles, summaries = paged_attention.write(pools, summaries, k, v, page, slot)
-    moments = {}
+    moments: dict[str, Any] = {}
     if layer.value_sum is not None:
         value = stored(v, layer.values)
         moments["value_sum"] = update_summary(layer.value_sum, value, page, slot, jnp.add)
@@ -117,7 +123,7 @@ def _write_many(layer: Layer, table: jax.Array, span: TokenSpan, k: jax.Array, v
     seen = held[:, :, None, :, None]
     value = jnp.where(seen, value, 0.0)
     norm = jnp.sqrt(jnp.square(value).sum(-1)).max(-1)
-    moments = {}
+    moments: dict[str, Any] = {}
     if layer.value_sum is not None and layer.value_square is not None:
         moments["value_sum"] = layer.value_sum.at[page].set(value.sum(3))
         moments["value_square"] = layer.value_square.at[page].set(jnp.square(value).sum(3))
@@ -147,14 +153,15 @@ def read(
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
     The query at `start + i` sees positions up to its own. Each row costs in proportion to its own pages; a
-    row without tokens reads nothing and yields zeros. Up to `paged_attention.MAX_VERIFIED` queries per row
+    row without tokens reads nothing and yields zeros. Where devices divide the pages of a KV head, the output
+    is that of this device's heads alone. Up to `paged_attention.MAX_VERIFIED` queries per row
     have, on a CPU, the bits that single queries have.
 
     Args:
         layer: its keys, values and page summaries.
-        table: int32 `[rows, pages of a row]`, the page table.
+        table: int32 `[rows, pages of a row]`, the page table that layers share.
         span: where the queries of each row stand.
-        q: queries `[rows, n, heads, head_dim]`, unscaled.
+        q: queries `[rows, n, heads, head_dim]`, unscaled; of all devices that divide the pages of a KV head.
         window: positions that a query sees at most, its own included; None for all.
         reader: from a `page_selection.PagePolicy`: reads the pages that it chooses. None reads all.
         observer: takes statistics of the attention of single tokens, without soft cap and sink.
@@ -165,20 +172,20 @@ def read(
     Raises:
         ValueError: a reader of prompts would have to read with a soft cap or sinks.
     """
-    rows, n, heads, head_dim = q.shape
-    kv_heads, table = layer.keys.shape[1], layer.pages_of(table)
+    rows, n, _, head_dim = q.shape
     q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
-    q = q.reshape(rows, n, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(rows, n, layer.keys.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
     last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
+    lists, table = own_pages(layer, table, last), layer.pages_of(table)
     positions = span.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     if chunk is not None:
         first = jnp.maximum(first, positions - positions % chunk)
     if n == 1 and observer is not None:
         observer.see(layer, q[:, :, :, 0], first[:, 0], last)
-    if soft_cap is not None or sink is not None:
+    if soft_cap is not None or sink is not None or layer.page_shards is not None:
         ends = (first, span.start, last)
-        part = _read_partial(layer, table, q, ends, reader, soft_cap)
+        part = _read_partial(layer, table, lists, q, ends, reader, soft_cap)
         out = part.out if sink is None else _with_sink(part, sink)
     elif n > 1 and reader is not None:
         out = reader.read_prompt(layer, q, first, span.start, last)
@@ -192,17 +199,18 @@ def read(
             q[:, :, :, 0], layer.keys, layer.values, table, None, None, first[:, 0], last
         )
         out = part.out[:, :, :, None]
-    return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, heads, head_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(rows, n, -1, head_dim)
 
 
 def _read_partial(
-    layer: Layer, table: jax.Array, q: jax.Array, ends: Any, reader: Any, soft_cap: float | None
+    layer: Layer, table: jax.Array, lists: Any, q: jax.Array, ends: Any, reader: Any, soft_cap: float | None
 ) -> PartialAttention:
     """Attention of `[rows, kv_heads, group, n, head_dim]` with its log-sum-exp.
 
     Args:
         layer: its keys, values and page summaries.
-        table: int32 `[rows, pages of a row]`, the page table.
+        table: int32 `[rows, pages of a row]`, the layer's pages.
+        lists: a page list, with the number of its pages, where no reader chooses pages; None twice: all.
         q: scaled queries.
         ends: the ends of the positions seen: the first one of each query, the first query's own, and the last
             one.
@@ -212,22 +220,17 @@ def _read_partial(
     first, query, last = ends
     rows, n = q.shape[0], q.shape[3]
     if reader is not None and (n > 1 or not hasattr(reader, "read_partial")):
-        raise ValueError("method must be None for a model whose attention has a soft cap or sinks")
-    if n > paged_attention.MAX_VERIFIED:
-        return paged_attention.prefill_partial(
-            q, layer.keys, layer.values, table, first, query, last, soft_cap=soft_cap
+        raise ValueError(
+            "method must be None for a model whose attention has a soft cap or sinks, or on a mesh"
         )
     if n == 1 and reader is not None:
         part = reader.read_partial(layer, q[:, :, :, 0], first[:, 0], last, soft_cap)
         return jax.tree.map(lambda x: x[:, :, :, None], part)
-    # Each query is a row of its own, with the bits of a single one.
-    end = query[:, None] + jnp.arange(1, n + 1, dtype=jnp.int32)
-    end = jnp.where(end <= last[:, None], end, 0).reshape(-1)
-    queries = jnp.moveaxis(q, 3, 1).reshape(rows * n, *q.shape[1:3], q.shape[4])
-    pages, bounds = jnp.repeat(table, n, 0), (first.reshape(-1), end)
-    part = paged_attention.decode(
-        queries, layer.keys, layer.values, pages, None, None, *bounds, soft_cap=soft_cap
-    )
+    pools, positions = (layer.keys, layer.values), (table, *lists, first, query, last)
+    if n > paged_attention.MAX_VERIFIED or (n > 1 and partial.has_kernel(q, *pools, *positions)):
+        return merged(layer, paged_attention.prefill_partial(q, *pools, *positions, soft_cap=soft_cap))
+    queries, positions = partial.as_rows(q, *positions)
+    part = merged(layer, paged_attention.decode(queries, *pools, *positions, soft_cap=soft_cap))
     return jax.tree.map(lambda x: jnp.moveaxis(x.reshape(rows, n, *x.shape[1:]), 1, 3), part)
 
 

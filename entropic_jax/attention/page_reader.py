@@ -14,6 +14,7 @@ from ..pallas.paged_attention import PartialAttention
 from ..pallas.paged_attention.quantised import bytes_per_number
 from ..pallas.paged_attention.reference import decode_gathered
 from ..state.cache import Cache, Layer, ModelShape
+from .divided_pages import merged, over_group, own_heads, own_listed, own_pages
 
 SUMMARY_BYTES = 3 * 4  # of a page's summary, per number of a key: the bounds and the sum, in float32
 
@@ -116,18 +117,26 @@ class PageReader(LayerAttention):
             last: int32 `[rows]`, end of the positions held.
             soft_cap: the soft cap of the scores; pages are chosen without it.
         """
-        keys, values, table = layer.keys, layer.values, layer.pages_of(self.cache.table)
+        table, decode = layer.pages_of(self.cache.table), self._decode
         pages, ends = self.chooser.choose(len(self.layer_stats), layer, q, last), (first, last)
         if pages is None:
             self.layer_stats.append(dense_layer_stats(layer, first, last))
-            return paged_attention.decode(q, keys, values, table, None, None, *ends, soft_cap=soft_cap)
+            return decode(layer, q, own_pages(layer, self.cache.table, last), ends, soft_cap)
         if isinstance(pages, PageGates):
             self.layer_stats.append(self._gated_stats(layer, pages, last))
-            return decode_gathered(q, keys, values, table, None, None, *ends, pages.gate, soft_cap)
-        lists = (pages.page_list, pages.num_pages)
-        part = paged_attention.decode(q, keys, values, table, *lists, *ends, soft_cap=soft_cap)
+            operands = (q, layer.keys, layer.values, table, None, None, *ends)
+            return decode_gathered(*operands, pages.gate, soft_cap)
+        lists = own_listed(layer, self.cache.table, pages.page_list, pages.num_pages)
+        part = decode(layer, q, lists, ends, soft_cap)
         self.layer_stats.append(self._stats(layer, pages, part, last))
         return part
+
+    def _decode(
+        self, layer: Layer, q: jax.Array, lists: Any, ends: Any, soft_cap: float | None
+    ) -> PartialAttention:
+        """Attention to the pages of a list, None twice for all, of every device that has some of them."""
+        operands = (q, layer.keys, layer.values, layer.pages_of(self.cache.table), *lists, *ends)
+        return merged(layer, paged_attention.decode(*operands, soft_cap=soft_cap))
 
     def _gated_stats(self, layer: Layer, pages: PageGates, last: jax.Array) -> ReadStats:
         gate, size, table = pages.gate, self.cache.page_size, layer.pages_of(self.cache.table)
@@ -158,12 +167,14 @@ class PageReader(LayerAttention):
         """2δ·max‖v‖ of each row, where δ bounds the attention mass of the pages that are not listed."""
         page = jnp.arange(self.cache.table.shape[1])
         norm = layer.value_norm[layer.pages_of(self.cache.table)]
-        norm = jnp.where((page < row_pages)[..., None], norm, 0.0).max(1)
+        norm = jnp.where((page < row_pages)[..., None], norm, 0.0).swapaxes(1, 2)
+        norm = over_group(layer, self.cache.table, norm).max(2)
         if pages.log_bound is None:
             dropped = jnp.ones_like(part.log_sum_exp)
         else:
             bounded = pages.is_new[:, None, None]
-            dropped = jnp.where(bounded, jax.nn.sigmoid(pages.log_bound - part.log_sum_exp), 1.0)
+            log_bound = own_heads(layer, pages.log_bound)
+            dropped = jnp.where(bounded, jax.nn.sigmoid(log_bound - part.log_sum_exp), 1.0)
         left_out = (pages.num_pages < row_pages)[..., None]
         dropped = jnp.where(left_out & (part.log_sum_exp > -jnp.inf), dropped, 0.0)
         return (2 * dropped.max(2) * norm).max(1)

@@ -7,16 +7,18 @@ reads the pages.
 
 import dataclasses
 from collections.abc import Hashable
+from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 
 import jax
 import jax.numpy as jnp
 
 from ..pallas import paged_attention
-from ..pallas.paged_attention import PageChoice, PageSummary, SelectionRules
+from ..pallas.paged_attention import PageChoice, PageSummary, SelectionRules, reference
 from ..pallas.paged_attention.reference import estimate_pages, page_gates
 from ..state.cache import Cache, Layer, ModelShape
 from ..state.row_subset import where_rows
+from .divided_pages import over_group
 from .page_reader import LayerPages, PageGates, PageReader
 
 RULES = SelectionRules()
@@ -226,6 +228,8 @@ def _row_information(kind: Information, layer: Layer, cache: Cache, length: jax.
         mean = jnp.where(real, cache.surprisal[cache.table], 0.0) / many
         weight = jnp.broadcast_to(mean[..., None], (*mean.shape, layer.value_norm.shape[1]))
     else:
+        if layer.page_shards is not None:
+            raise ValueError("information must not be 'mahalanobis' where devices divide a KV head's pages")
         if layer.value_sum is None or layer.value_square is None:
             raise ValueError(
                 "information must not be 'mahalanobis' without a cache allocated with moments=True"
@@ -330,12 +334,26 @@ class StepSelection:
         selection, cache = self.selection, self.cache
         pages = weigh_pages(selection.information, layer, cache, last)
         q, pages, last, limit = jax.lax.stop_gradient((q, pages, last, limit))
-        return paged_attention.select_pages(
-            q, pages.summary, pages.weight, pages.table, last, limit, cache.page_size, selection.rules
+        operands = (
+            q,
+            pages.summary,
+            pages.weight,
+            pages.table,
+            last,
+            limit,
+            cache.page_size,
+            selection.rules,
         )
+        if layer.page_shards is None:
+            return paged_attention.select_pages(*operands)
+        return reference.select_pages(*operands, complete=partial(over_group, layer, cache.table))
 
     def _gates(self, layer: Layer, q: jax.Array, limit: jax.Array, last: jax.Array) -> PageGates:
         selection, cache = self.selection, self.cache
+        if layer.page_shards is not None:
+            raise ValueError(
+                f"softness must be 0 where devices divide a KV head's pages; got {selection.softness}"
+            )
         weighed = weigh_pages(selection.information, layer, cache, last)
         pages = estimate_pages(
             q, weighed.summary, weighed.weight, weighed.table, last, cache.page_size, selection.rules

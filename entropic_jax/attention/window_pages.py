@@ -6,7 +6,6 @@ enough to draft tokens from, see `speculation.pruned`.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 from ..pallas import paged_attention
 from ..pallas.paged_attention import PartialAttention
 from ..state.cache import Cache, Layer
+from .divided_pages import merged, own_listed, own_pages
 from .page_reader import LayerAttention, ReadStats, dense_layer_stats, over_layers
 
 
@@ -95,11 +95,14 @@ class WindowReader(LayerAttention):
             last: int32 `[rows]`, end of the positions held.
             soft_cap: the soft cap of the scores.
         """
-        is_listed = len(self.layer_stats) < self.num_listed
-        lists: tuple[Any, Any] = (self.page_list, self.num_pages) if is_listed else (None, None)
+        is_listed, table = len(self.layer_stats) < self.num_listed, self.cache.table
+        if is_listed:
+            lists = own_listed(layer, table, self.page_list, self.num_pages)
+        else:
+            lists = own_pages(layer, table, last)
         self.layer_stats.append(self.stats if is_listed else dense_layer_stats(layer, first, last))
-        operands = (layer.keys, layer.values, layer.pages_of(self.cache.table), *lists, first, last)
-        return paged_attention.decode(q, *operands, soft_cap=soft_cap)
+        operands = (layer.keys, layer.values, layer.pages_of(table), *lists, first, last)
+        return merged(layer, paged_attention.decode(q, *operands, soft_cap=soft_cap))
 
     def layer_kind(self, number: int) -> bool:
         """See `layer_loop.LayerRecorder`: whether the layer reads the listed pages only."""

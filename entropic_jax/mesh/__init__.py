@@ -19,6 +19,7 @@ from .collectives import (
     shards_along,
     sum_over_shards,
 )
+from .page_shards import PageShards
 
 __all__ = [
     "AXES",
@@ -26,6 +27,7 @@ __all__ = [
     "EXPERT",
     "SHARDS",
     "TENSOR",
+    "PageShards",
     "columns_to_rows",
     "first_of_shard",
     "gather_last_axis",

@@ -132,20 +132,30 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
     if reader is None:
         read = dense_step_stats(decoder.shape, TokenSpan(state.length, count))
     else:
-        read, state = over_shards(reader.total()), state._replace(page_policy_state=reader.memory())
+        shards = state.cache.layers[0].page_shards
+        read = over_shards(reader.total(), 1 if shards is None else shards.size)
+        state = state._replace(page_policy_state=reader.memory())
     logits = decoder.logits(params, hidden[:, 0])
     focus = observer.total() if observer else None
     return batch._replace(state=state), Forward(logits, read, focus, experts.total() if experts else None)
 
 
-def over_shards(read: ReadStats) -> ReadStats:
-    """Read statistics over the KV heads of all shards, from those of this shard."""
+def over_shards(read: ReadStats, sharers: int = 1) -> ReadStats:
+    """Read statistics over the KV heads of all shards, from those of this shard.
+
+    Args:
+        read: the statistics of this shard's KV heads.
+        sharers: shards that divide the pages of a KV head, each of which counts all of them.
+    """
     shards = num_shards()
     if shards == 1:
         return read
     summed = sum_over_shards(read._replace(certificate=jnp.zeros_like(read.certificate)))
+    counted = {name: getattr(summed, name) / sharers for name in ("positions", "held", "summaries")}
     return summed._replace(
-        dropped_mass=summed.dropped_mass / shards, certificate=max_over_shards(read.certificate)
+        **(counted if sharers > 1 else {}),
+        dropped_mass=summed.dropped_mass / shards,
+        certificate=max_over_shards(read.certificate),
     )
 
 

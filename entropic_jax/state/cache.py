@@ -15,7 +15,7 @@ it slices out of a stacked array. Programs that scan over layers have stacks of 
 import collections
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,7 @@ class ModelShape(NamedTuple):
     expert_share: float = 0.0  # the share of the experts that one token chooses
     drafters: tuple["ModelShape", ...] = ()  # models whose layers follow in the same pages
     pattern: LayerPattern | None = None  # of the layers that a program scans over; None: it is unrolled
+    page_shards: int = 1  # devices that divide the pages of a KV head; the pool has a head for each of them
 
 
 class Cache(NamedTuple):
@@ -72,6 +73,11 @@ class Cache(NamedTuple):
         """Bytes per key or value element, including its share of the scale."""
         keys = self.layers[0].keys
         return quantised.bytes_per_number(keys.dtype, keys.shape[-1])
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether devices divide the pages of a KV head."""
+        return any(layer.page_shards is not None for layer in self.layers)
 
     @property
     def pages(self) -> int:
@@ -282,7 +288,10 @@ def fork(
     Returns:
         The cache, and a flag per fork: False where no page was free for the copy, and the destination stays
         empty.
+
+    Raises ValueError where the pages of a KV head are divided over devices.
     """
+    _refuse_divided(cache, "forked")
     rows, per_row = cache.table.shape
     size, real = cache.page_size, destinations < rows
     full = length // size
@@ -318,12 +327,13 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | Non
         max_rows: how many rows are flagged at most, and so how many pages are read; static, None for all.
 
     Raises:
-        ValueError: the cache keeps surprisals, which cannot be undone.
+        ValueError: the cache keeps surprisals, which cannot be undone, or its pages are divided over devices.
     """
     if cache.surprisal is not None:
         raise ValueError(
             "cache must be allocated without surprisals to be truncated; got one that keeps them"
         )
+    _refuse_divided(cache, "truncated")
     size, per_row = cache.page_size, cache.table.shape[1]
     kept = -(-length // size)
     column = jnp.arange(per_row, dtype=jnp.int32)
@@ -341,7 +351,7 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | Non
         held = jnp.tile(all_held, (pool_pages // (cache.pages + 1), 1, 1, 1))
         key, value = (quantised.gather(x, page, jnp.float32) for x in (layer.keys, layer.values))
         value = jnp.where(held, value, 0.0)
-        moments = {}
+        moments: dict[str, Any] = {}
         if layer.value_sum is not None and layer.value_square is not None:
             moments["value_sum"] = layer.value_sum.at[page].set(value.sum(2))
             moments["value_square"] = layer.value_square.at[page].set(jnp.square(value).sum(2))
@@ -358,6 +368,12 @@ def rewind(cache: Cache, rows: jax.Array, length: jax.Array, max_rows: int | Non
         table=jnp.where(returned, cache.pages, cache.table),
         granted=jnp.where(rows, jnp.minimum(cache.granted, kept), cache.granted),
     )
+
+
+def _refuse_divided(cache: Cache, action: str) -> None:
+    """Raises ValueError where a page and its copy may be on different devices."""
+    if cache.is_divided:
+        raise ValueError(f"cache must have a KV head's pages on one device to be {action}; got divided pages")
 
 
 def check(cache: Cache, retained: Sequence[int] = ()) -> None:

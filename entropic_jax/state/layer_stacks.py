@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..mesh import PageShards
 from ..pallas.paged_attention import quantised, uninitialised
 from ..pallas.paged_attention.quantised import Pool
+
+MOMENTS = ("value_sum", "value_square")  # fields of `Layer` that are kept on demand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +76,18 @@ class Layer(NamedTuple):
     value_sum: jax.Array | None = None  # [pages + 1, kv_heads, head_dim], if moments are kept
     value_square: jax.Array | None = None  # the same of v², element-wise
     first_page: jax.Array | int | None = None  # int32 [], of the layer in its stack; None: it has no stack
+    page_shards: PageShards | None = None  # how devices divide the pages of a KV head; None: they do not
 
     def pages_of(self, table: jax.Array) -> jax.Array:
-        """The numbers of this layer's pages in its pool, from page numbers int32 `[…]` that layers share."""
-        return table if self.first_page is None else table + self.first_page
+        """The numbers of this layer's pages in its pool, from page numbers int32 `[…]` that layers share.
+
+        Where devices divide the pages, those of other devices are the last page of the pool.
+        """
+        numbers = table if self.page_shards is None else self.page_shards.place(table)
+        numbers = numbers if self.first_page is None else numbers + self.first_page
+        if self.page_shards is None:
+            return numbers
+        return jnp.where(self.page_shards.owns(table), numbers, self.key_min.shape[0] - 1)
 
     def in_stack(self, repeat: jax.Array | int, repeats: int) -> "Layer":
         """One of the layers of this stack.
@@ -187,12 +198,17 @@ def empty_layers(
     """
 
     def pool(model: Any, repeats: int = 1) -> Layer:
-        tile = (repeats * (pages + 1), model.kv_heads, page_size, model.head_dim)
+        shards = None if model.page_shards == 1 else PageShards(model.page_shards)
+        local_pages = pages if shards is None else shards.local_pages(pages)
+        heads = model.kv_heads * model.page_shards  # on a mesh, each device has one of them
+        tile = (repeats * (local_pages + 1), heads, page_size, model.head_dim)
         summary = (*tile[:2], model.head_dim)
         summaries = (uninitialised(summary, jnp.float32) for _ in range(5 if moments else 3))
         low, high, total, *moment_sums = summaries
         keys, values = (quantised.with_scales(uninitialised(tile, dtype)) for _ in range(2))
-        return Layer(keys, values, low, high, total, uninitialised(tile[:2], jnp.float32), *moment_sums)
+        norm = uninitialised(tile[:2], jnp.float32)
+        sums: dict[str, Any] = dict(zip(MOMENTS, moment_sums, strict=False))
+        return Layer(keys, values, low, high, total, norm, **sums)._replace(page_shards=shards)
 
     def stacks(model: Any) -> LayerStacks:
         places = tuple(map(Place, range(model.layers)))

@@ -151,6 +151,7 @@ def _load(options: argparse.Namespace) -> "Generator":
             options.parse_special,
             options.expert_parallel_size,
             options.data_parallel_size,
+            options.decode_context_parallel_size,
         )
     except (OSError, ValueError, NotImplementedError) as error:
         raise model_options.loading_error(options, error) from error

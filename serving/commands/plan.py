@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from entropic_jax.parameter_tables.control_gains import PRESETS
 from entropic_jax.parameter_tables.table import ParameterError
 
-from ..options import kv_cache, speculation_options
+from ..options import kv_cache, parallelism, speculation_options
 from ..options.option_types import ROWS, number, positive
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="groups of an engine's chips over which experts are divided; their number of chips is the "
         "tensor axis (default: 1)",
     )
+    parallelism.add_decode_context_parallel_size(parser)
     parser.add_argument(
         "--max-num-seqs",
         type=number(ROWS),
@@ -107,13 +108,14 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     from entropic_jax.methods.presets import preset
     from entropic_jax.models import ModelError
     from entropic_jax.models.model import read_config
-    from entropic_jax.models.sharding import check_sizes
+    from entropic_jax.models.sharding import check_page_shards, check_sizes
 
     try:
         slice_ = topology(options.topology)
     except ValueError as error:
         raise ParameterError(str(error), "topology") from None
     ranks, experts = options.data_parallel_size, options.expert_parallel_size
+    page_shards = options.decode_context_parallel_size
     check_divides("data_parallel_size", ranks, "the number of chips", slice_.devices)
     slice_ = slice_.group(ranks)
     chips = "the number of chips" if ranks == 1 else "the chips of an engine"
@@ -121,6 +123,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     try:
         config = read_config(options.model)
         check_sizes(config, slice_.devices // experts, experts)
+        check_page_shards(config, slice_.devices, page_shards)
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
@@ -132,7 +135,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     )
     dtypes = Dtypes(options.dtype, str(kv_cache.stored_as(options.kv_cache_dtype, options.dtype)))
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
-    plan = make_plan(config, slice_, dtypes, state, experts=experts)
+    plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
     if plan.sequences == 0:
         return plan, "nothing fits", first_that_fits(config, dtypes, state)
     if not options.compile:
@@ -145,8 +148,9 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         devices = ahead_of_time.devices_of(slice_.name)
     except RuntimeError as error:
         return plan, str(error), None
-    step = ahead_of_time.lower_step(config, devices, batch, dtypes, setting, experts)
-    return make_plan(config, slice_, dtypes, state, ahead_of_time.compiled(step), experts), "", None
+    step = ahead_of_time.lower_step(config, devices, batch, dtypes, setting, experts, page_shards=page_shards)
+    compiled = ahead_of_time.compiled(step)
+    return make_plan(config, slice_, dtypes, state, compiled, experts, page_shards), "", None
 
 
 def check_divides(option: str, value: int, name: str, number: int) -> None:
@@ -222,13 +226,14 @@ def window_note(plan: "Plan") -> list[str]:
 
 
 def copies_note(plan: "Plan") -> list[str]:
-    """A line on copies of KV heads, where there are any, with what they take."""
-    if plan.kv_head_copies == 1:
+    """A line on KV heads that several chips have, where there are any, with what copies of pages take."""
+    sharers = plan.kv_head_copies * plan.page_shards
+    if sharers == 1:
         return []
+    if plan.kv_head_copies == 1:
+        return [f"each KV head is divided over {sharers} chips, and so are its pages"]
     more = (1 - 1 / plan.kv_head_copies) * plan.pages * plan.page_bytes / MIB
-    return [
-        f"each KV head is on {plan.kv_head_copies} chips: {more:.1f} MiB of the KV cache of a chip are copies"
-    ]
+    return [f"each KV head is on {sharers} chips: {more:.1f} MiB of the KV cache of a chip are copies"]
 
 
 def axes_of(options: argparse.Namespace, plan: "Plan") -> str:

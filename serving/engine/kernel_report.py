@@ -21,7 +21,8 @@ from ..options.kv_cache import pages_of
 from .options import EngineOptions, Sizes, may_prune
 
 log = logging.getLogger(__name__)
-ATTENTION = (paged_attention.DECODE, paged_attention.PREFILL, paged_attention.VERIFY)
+PREFILL_PARTIAL = paged_attention.PREFILL_PARTIAL
+ATTENTION = (paged_attention.DECODE, paged_attention.PREFILL, paged_attention.VERIFY, PREFILL_PARTIAL)
 CONSEQUENCE = "plain JAX, one row after the other and with a copy of every page that is read"
 
 
@@ -69,24 +70,27 @@ def served_operations(shape: ModelShape, sizes: AttentionShape) -> list[ServedOp
     integers = lambda *dims: like(dims, jnp.int32)
     rows, heads, width = sizes.rows, shape.kv_heads, shape.head_dim
     group, row_pages = shape.heads // heads, -(-sizes.context // sizes.page_size)
-    tile = (sizes.pages + 1, heads, sizes.page_size, width)
+    divided = shape.page_shards > 1  # a device then has some of the pages of a list
+    tile = (-(-sizes.pages // shape.page_shards) + 1, heads, sizes.page_size, width)
     pool = jax.eval_shape(lambda: quantised.zeros(tile, sizes.cache_dtype))
     summary, norm = like((tile[0], heads, width), jnp.float32), like(tile[:2], jnp.float32)
     table, row = integers(rows, row_pages), integers(rows)
-    lists = (integers(rows, heads, row_pages), integers(rows, heads)) if sizes.listed else (None, None)
+    lists_of = lambda rows: (integers(rows, heads, row_pages), integers(rows, heads))
+    lists = lists_of(rows) if sizes.listed or divided else (None, None)
     q, new = like((rows, heads, group, width), sizes.dtype), like((rows, heads, width), sizes.dtype)
 
     def queries(rows: int, number: int) -> tuple[Any, ...]:
         several = like((rows, heads, group, number, width), sizes.dtype)
         positions = (integers(rows, number), integers(rows), integers(rows))
-        return (several, pool, pool, integers(rows, row_pages), None, None, *positions)
+        lists = lists_of(rows) if divided else (None, None)
+        return (several, pool, pool, integers(rows, row_pages), *lists, *positions)
 
     limit = like((rows,), jnp.float32)
     calls: list[tuple[Operation, tuple[Any, ...]]] = [
         (paged_attention.DECODE, (q, pool, pool, table, *lists, row, row)),
-        (paged_attention.PREFILL, queries(1, sizes.chunk)),
+        (PREFILL_PARTIAL if divided else paged_attention.PREFILL, queries(1, sizes.chunk)),
     ]
-    if sizes.verified:
+    if sizes.verified and not divided:
         calls.append((paged_attention.VERIFY, queries(rows, sizes.verified)))
     summaries = (summary, summary, summary, norm)
     calls.append((paged_attention.WRITE, ((pool, pool), summaries, new, new, row, row)))

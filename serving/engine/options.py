@@ -83,6 +83,7 @@ class EngineOptions:
     tensor_parallel_size: int = 1  # devices over which the model is divided
     data_parallel_size: int = 1  # engines, each with a copy of the model and these rows, pages and queue
     expert_parallel_size: int = 1  # groups of devices over which experts are divided
+    decode_context_parallel_size: int | None = None  # of devices that share a KV head; None: all of them
     mesh: Any = None  # a `jax.sharding.Mesh` from `entropic_jax.mesh.make_mesh`, instead of the sizes
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from entropic_jax.mesh.devices import use_device
 from entropic_jax.models.decoder import is_mixture
 from entropic_jax.models.layer_stack import scans_layers
 from entropic_jax.models.model import read_config
+from entropic_jax.models.sharding import kv_head_sharers, model_devices, why_copied
 
 from ..options import control_options, draft_model, parallelism
 from ..options.control_options import Control, calibration_of
@@ -115,18 +116,31 @@ def _prepare(
     sizes = {name: getattr(options, name) for name in parallelism.SIZES}
     places = parallelism.places_of(**sizes, mesh=options.mesh)
     device, mesh = places[0]
+    page_shards = options.decode_context_parallel_size
     if group is not None and mesh is not None:
         check_identity(group, path, options)
-        read_config(path, mesh)  # says what is wrong while JAX still connects the processes
+        read_config(path, mesh, page_shards)  # says what is wrong while JAX still connects the processes
         group.settle(mesh)
     dtype = computing_dtype(options.dtype, path)
     with use_device(device):
         mixture = is_mixture(read_config(models.directory_of(path)))
-        layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture)}
+        layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture), "page_shards": page_shards}
         if layout["stacked"] and options.enable_lora:
             log.info("layers are unrolled, not scanned, in programs of a model with adapters")
             layout["stacked"] = False
         model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, **layout)
+        _log_page_shards(model)
         joins = mesh is None and not options.enable_lora
         model = draft_model.load(model, options.drafter, dtype, options.quantization, path, joins)
     return model, calibration, places
+
+
+def _log_page_shards(model: models.Model) -> None:
+    """Log at info how KV heads are held, where several devices have the same one."""
+    devices = model_devices(model.mesh)
+    sharers, divided = kv_head_sharers(model.config, devices), model.decoder.shape.page_shards
+    if sharers == divided > 1:
+        log.info("each KV head, and its pages, is divided over %d devices", sharers)
+    elif sharers > 1:
+        reason = why_copied(model.config, sharers) or "decode_context_parallel_size"
+        log.info("%d devices have the same KV head, in %d copies: %s", sharers, sharers // divided, reason)

@@ -56,6 +56,7 @@ def load(
     parse_special: bool = True,
     expert_parallel_size: int = 1,
     data_parallel_size: int = 1,
+    decode_context_parallel_size: int | None = None,
 ) -> Generator:
     """The model of a directory, with the calibration that it has.
 
@@ -73,6 +74,8 @@ def load(
         parse_special: whether special tokens in prompts and messages are more than plain text.
         expert_parallel_size: groups of so many devices over which experts are divided.
         data_parallel_size: engines, each with a copy of the model, that share the work of a batch.
+        decode_context_parallel_size: devices that divide the pages of a KV head, of those that share it; None
+            for all.
     """
     from entropic_jax import models
     from entropic_jax.mesh.devices import use_device
@@ -100,7 +103,8 @@ def load(
     with use_device(device):
         mixture = is_mixture(read_config(models.directory_of(path)))
         layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture)}
-        model = models.load(path, dtype, mesh=mesh, quantization=quantization, **layout)
+        divided = {"mesh": mesh, "page_shards": decode_context_parallel_size}
+        model = models.load(path, dtype, quantization=quantization, **divided, **layout)
         set_parse_special(model, parse_special)
         if preset is not None:
             model = draft_model.load(model, preset.speculate, dtype, quantization, path, mesh is None)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from jax.sharding import Mesh
 
 SIZES = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
+PAGE_SHARDS = "decode_context_parallel_size"
 
 
 def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
@@ -50,19 +51,39 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
         help="engines, each with a copy of the model on devices of its own (default: 1)",
     )
     add_expert_parallel_size(parser)
+    add_decode_context_parallel_size(parser)
+
+
+def add_decode_context_parallel_size(parser: argparse._ActionsContainer) -> None:
+    """Declare `--decode-context-parallel-size`."""
+    parser.add_argument(
+        "--decode-context-parallel-size",
+        "-dcp",
+        type=int,
+        metavar="INT",
+        help="with more devices than KV heads, how many of those that have the same KV head divide it and "
+        "its pages; 1 gives each a copy (default: all)",
+    )
 
 
 def fields(options: argparse.Namespace) -> dict[str, Any]:
     """The sizes of a command line."""
-    return {name: getattr(options, name) for name in SIZES}
+    return {name: getattr(options, name) for name in (*SIZES, PAGE_SHARDS)}
 
 
 def check(options: Any) -> None:
     """Raise ParameterError unless programs exist for the sizes, and on a mesh for the other fields.
 
     Args:
-        options: with the fields `SIZES`, `mesh`, `preset` and `method`, as `EngineOptions`.
+        options: with the fields `SIZES`, `PAGE_SHARDS`, `mesh`, `preset` and `method`, as `EngineOptions`.
     """
+    page_shards = getattr(options, PAGE_SHARDS)
+    if page_shards is not None and (
+        not isinstance(page_shards, int) or isinstance(page_shards, bool) or page_shards < 1
+    ):
+        raise ParameterError(
+            f"{PAGE_SHARDS} must be an integer of at least 1; got {short(page_shards)}", PAGE_SHARDS
+        )
     for name in SIZES:
         value = getattr(options, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

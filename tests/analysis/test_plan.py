@@ -44,6 +44,9 @@ QWEN3_30B = models.Config(
     num_experts_per_tok=8,
     max_position_embeddings=40960,
 )
+LLAMA_70B = dataclasses.replace(
+    LLAMA_8B, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+)
 BFLOAT16 = Dtypes("bfloat16", "bfloat16")
 # What eight rows have read of their pages: a sum of four numbers, and the largest of one.
 SELECTION = Counter({("all-reduce", 8 * 4 * 4): 1, ("all-reduce", 8 * 4): 1})
@@ -113,6 +116,23 @@ def test_time_of_a_step():
     assert time.total == pytest.approx(time.weights + time.kv_cache + time.collectives)
 
 
+@pytest.mark.parametrize(
+    ("label", "config", "name"),
+    [("Llama 3.1 70B", LLAMA_70B, "v6e:4x4"), ("Qwen3 30B-A3B", QWEN3_30B, "v5e:2x4")],
+)
+def test_the_page_on_meshes_has_what_divided_kv_heads_are_worth(label, config, name):
+    page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text("utf-8")
+    for rows, context in ((32, 8192), (1, 1024)):
+        batch = ahead_of_time.Batch(rows, context, page_size=128, pages=rows * context // 128)
+        state = shapes_of(config, batch)
+        plans = [make_plan(config, topology(name), BFLOAT16, state, page_shards=n) for n in (1, None)]
+        cells = [label, name, f"{rows} × {context}"]
+        cells += [f"{plan.sequences:,}" for plan in plans]
+        for part in ("kv_cache", "collectives", "total"):
+            cells += [f"{getattr(plan.roofline, part):.2f}" for plan in plans]
+        assert f"| {' | '.join(cells)} |" in page, f"| {' | '.join(cells)} |"
+
+
 def test_the_page_on_meshes_has_the_bytes_of_the_plan():
     page = Path(__file__).parents[2].joinpath("docs/meshes.md").read_text("utf-8")
     for rows in (32, 64):
@@ -175,12 +195,15 @@ ENTRY %main.8 (x: f32[4]) -> f32[4] {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "preset_name"), [("v5e:2x4", "off"), ("v6e:2x2", "full-lossy")])
-def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, caplog):
+@pytest.mark.parametrize(
+    ("name", "preset_name", "kv_heads"),
+    [("v5e:2x4", "off", 8), ("v6e:2x2", "full-lossy", 8), ("v5e:2x4", "off", 4)],
+)
+def test_the_compiler_agrees_with_the_shapes(name, preset_name, kv_heads, monkeypatch, caplog):
     _need("libtpu")
     monkeypatch.setattr(dispatch, "_logged", set())
     caplog.set_level(logging.DEBUG, dispatch.LOG.name)
-    config = dataclasses.replace(LLAMA_8B, num_hidden_layers=2)
+    config = dataclasses.replace(LLAMA_8B, num_hidden_layers=2, num_key_value_heads=kv_heads)
     setting = preset(preset_name, 8, platform="tpu")
     page_size = 128 if setting.page_policy is None else setting.page_policy.page_size
     batch = ahead_of_time.Batch(rows=32, context=4096, page_size=page_size, pages=32 * 4096 // page_size)
@@ -191,7 +214,8 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, cap
     assert page_size == 128
     for operation in ("decode", "write"):
         assert f"paged_attention.{operation}: tpu is chosen" in caplog.text
-    expected = plan.weight_bytes + (batch.pages + 1) * plan.page_bytes + plan.state_bytes
+    assert (plan.kv_head_copies, plan.page_shards) == (1, max(1, plan.devices // kv_heads))
+    expected = plan.weight_bytes + (batch.pages + plan.page_shards) * plan.page_bytes + plan.state_bytes
     assert plan.argument_bytes == pytest.approx(expected, rel=0.02)
     rows = batch.rows if preset_name == "off" else 8
     state = shapes_of(config, batch, setting)
@@ -199,7 +223,8 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, monkeypatch, cap
     of_selection = Counter() if preset_name == "off" else SELECTION
     kinds = lambda exchanged: Counter((c.operation, c.num_bytes) for c in exchanged)
     assert kinds(plan.collectives) == kinds(dense) + of_selection
-    pool = f"[{batch.pages + 1},{8 // plan.devices},{page_size},128]"
+    pool = f"[{batch.pages // plan.page_shards + 1},{max(1, kv_heads // plan.devices)},{page_size},128]"
+    assert pool in compiled.as_text()
     copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
     assert not copies, copies
     assert plan.temporary_bytes < math.prod((32, 128256, 4)) * 10

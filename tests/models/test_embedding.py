@@ -8,7 +8,8 @@ import pytest
 from entropic_jax import generate, models
 from entropic_jax.mesh import make_mesh
 from entropic_jax.models import Config, embedding
-from entropic_jax.models.model import copied, quantised, shard
+from entropic_jax.models.model import quantised
+from entropic_jax.models.placement import copied, shard
 from entropic_jax.pallas import skinny_matmul
 from tests import tiny
 

@@ -70,7 +70,8 @@ def programs(platform: str) -> Iterator[Program]:
     for case in paged_cases.LARGE:
         yield decode(case, paged_tpu.decode if on_tpu else paged_gpu.decode)
     for case in paged_cases.LARGE:
-        yield prefill(case, prefill_tpu.prefill if on_tpu else prefill_gpu.prefill)
+        module = prefill_tpu if on_tpu else prefill_gpu
+        yield prefill(case, module.prefill if case.kept is None else module.prefill_partial)
     for shape in WRITES:
         # What the kernel for TPU declines, and all on a GPU, plain JAX writes.
         yield write(*shape, write_tpu.write if on_tpu and shape[1] % 128 == 0 else write_reference.write)

@@ -70,8 +70,8 @@ def prefill_case(case):
 
 
 def exact(q, keys, values, table, index, count, first, query, last, soft_cap=None):
-    """Its definition, in float64."""
-    out = np.zeros(q.shape)
+    """Its definition, in float64: the output and its log-sum-exp."""
+    out, log_sum_exp = np.zeros(q.shape), np.full(q.shape[:-1], -np.inf)
     size = keys.shape[2]
     keys, values = cases.floats(keys), cases.floats(values)
     for row, head in np.ndindex(q.shape[:2]):
@@ -88,13 +88,27 @@ def exact(q, keys, values, table, index, count, first, query, last, soft_cap=Non
                 score = score if soft_cap is None else soft_cap * np.tanh(score / soft_cap)
                 weight = np.exp(score - score.max(-1, keepdims=True))
                 out[row, head, :, i] = weight / weight.sum(-1, keepdims=True) @ v[seen]
-    return out
+                log_sum_exp[row, head, :, i] = np.log(np.exp(score).sum(-1))
+    return out, log_sum_exp
+
+
+def check_log_sum_exp(log_sum_exp, expected, tolerance):
+    """A kernel's log-sum-exp: what sees nothing is exact."""
+    seen = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(log_sum_exp), seen)
+    np.testing.assert_allclose(log_sum_exp[seen], expected[seen], atol=tolerance)
 
 
 def check_prefill(case, mode):
+    """Cases with page lists are those of `prefill_partial`, which checks both outputs."""
     arguments = prefill_case(case)
-    result = run(partial(prefill_tpu.prefill, soft_cap=case.soft_cap), mode, *arguments)
-    expected = exact(*arguments, soft_cap=case.soft_cap)
+    expected, log_sum_exp = exact(*arguments, soft_cap=case.soft_cap)
+    if case.kept is None:
+        result = run(partial(prefill_tpu.prefill, soft_cap=case.soft_cap), mode, *arguments)
+    else:
+        function = partial(prefill_tpu.prefill_partial, soft_cap=case.soft_cap)
+        result, logs = run(function, mode, *arguments)
+        check_log_sum_exp(logs, log_sum_exp, 5e-6 if case.dtype == "float32" else 0.02)
     if case.dtype == "float32":
         np.testing.assert_allclose(result, expected, atol=2e-6)
     else:
@@ -123,18 +137,23 @@ def test_prefill_of_several_quantised_pages_in_a_step_of_the_softmax(monkeypatch
 
 
 def on_gpu(case, detect_races):
-    """The arguments and the result of a case in the interpreter of a GPU."""
+    """The arguments and the results of a case in the interpreter of a GPU; cases as in `check_prefill`."""
     params = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params")
     arguments = prefill_case(case)
     with interpreted_on_gpu(detect_races):
         interpret = params.InterpretGPUParams(detect_races=detect_races)
-        call = lambda *x: prefill_gpu.prefill(*x, soft_cap=case.soft_cap, interpret=interpret)
-        return arguments, np.asarray(jax.jit(call)(*jax.tree.map(jnp.asarray, arguments)), np.float64)
+        prefill = prefill_gpu.prefill if case.kept is None else prefill_gpu.prefill_partial
+        call = lambda *x: jax.tree.leaves(prefill(*x, soft_cap=case.soft_cap, interpret=interpret))
+        results = jax.jit(call)(*jax.tree.map(jnp.asarray, arguments))
+        return arguments, [np.asarray(x, np.float64) for x in results]
 
 
 def check_prefill_on_gpu(case):
-    arguments, result = on_gpu(case, detect_races=True)
-    check_rows(result, exact(*arguments, soft_cap=case.soft_cap))
+    arguments, (result, *logs) = on_gpu(case, detect_races=True)
+    expected, log_sum_exp = exact(*arguments, soft_cap=case.soft_cap)
+    check_rows(result, expected)
+    for x in logs:
+        check_log_sum_exp(x, log_sum_exp, 0.02)
 
 
 @pytest.mark.parametrize("case", sample(GPU_CASES, 0, 2), ids=lambda case: case.name)

@@ -24,6 +24,14 @@ ROOT = Path(__file__).resolve().parents[2]
         ),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be an integer of at least 1; got 0"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size must be an integer of at least 1; got True"),
+        (
+            {"decode_context_parallel_size": 0},
+            "decode_context_parallel_size must be an integer of at least 1; got 0",
+        ),
+        (
+            {"decode_context_parallel_size": 2},
+            "decode_context_parallel_size must divide 1, the devices that have the same KV head, .* got 2",
+        ),
         ({"data_parallel_size": 64}, "data_parallel_size must be (between 1 and .+|1), .*devices; got 64"),
         ({"data_parallel_size": 0}, "data_parallel_size must be an integer of at least 1; got 0"),
         (
@@ -84,20 +92,25 @@ heads = dict(num_attention_heads=8, head_dim=16, num_key_value_heads=2)
 config = dataclasses.replace(model.config, vocab_size=264, **heads)
 models.save(dataclasses.replace(models.initialise(config, 1), tokenizer=model.tokenizer), folder)
 report = {}
-for size in (1, 2, 4, 8):
-    with LLM(folder, preset="off", seed=0, tensor_parallel_size=size, max_num_seqs=2, num_pages=8) as llm:
+cases = (1, None), (4, None), (8, None), (8, 1)
+for size, shards in cases:
+    options = dict(tensor_parallel_size=size, decode_context_parallel_size=shards)
+    # Pages for less than both sequences: one is preempted, and has its pages on other devices afterwards.
+    options |= dict(max_num_seqs=2, max_model_len=64, block_size=16, num_pages=5)
+    with LLM(folder, preset="full", seed=0, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n"]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, temperature=0.7, ignore_eos=True))
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.7, ignore_eos=True))
         keys = llm._engine.scheduler.device_state.state.cache.layers[0].keys
-        report[size] = {
+        report[f"{size}/{shards}"] = {
             "tokens": [output.outputs[0].token_ids for output in outputs],
-            "kv_heads": keys.shape[1],
-            "per_device": keys.addressable_shards[0].data.shape[1],
+            "pool": keys.addressable_shards[0].data.shape[:2],
         }
-try:
-    models.save(models.load(folder, mesh=make_mesh(4)), folder + "/again")
-except ValueError as error:
-    report["saved"] = str(error)
+models.save(models.load(folder, mesh=make_mesh(8)), folder + "/again")
+for shards in (1, 3):
+    try:
+        models.save(models.load(folder, mesh=make_mesh(4), page_shards=shards), folder + "/again")
+    except ValueError as error:
+        report[f"saved/{shards}"] = str(error)
 print(json.dumps(report))
 """
 
@@ -114,11 +127,16 @@ def test_two_kv_heads_on_up_to_eight_devices_give_the_same_tokens(directory, tmp
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    assert len(set(report["1"]["tokens"][0])) > 4
-    for size, kv_heads in (("2", 2), ("4", 4), ("8", 8)):
-        assert report[size]["tokens"] == report["1"]["tokens"]
-        assert (report[size]["kv_heads"], report[size]["per_device"]) == (kv_heads, kv_heads // int(size))
-    assert report["saved"] == "model must have one copy of each KV head to be saved; it has 2 on its mesh"
+    alone = report["1/None"]["tokens"]
+    assert len(set(alone[0])) > 4
+    # Of five pages, and a scratch page on each device.
+    for case, pool in (("4/None", [4, 1]), ("8/None", [3, 1]), ("8/1", [6, 1])):
+        assert report[case] == {"tokens": alone, "pool": pool}, case
+    assert report["saved/1"] == "model must have one copy of each KV head to be saved; it has 2 on its mesh"
+    assert report["saved/3"].endswith(
+        "decode_context_parallel_size must divide 2, the devices that have the same KV head, of 4 devices "
+        "and 2 KV heads; got 3"
+    )
 
 
 SCRIPT = """

@@ -88,7 +88,7 @@ def test_a_plan_of_a_model_for_one_chip(architecture, tmp_path, capsys):
 
 
 def test_a_plan_counts_the_copies_of_kv_heads(model, capsys):
-    arguments = ["plan", "--model", model, "--no-compile"]
+    arguments = ["plan", "--model", model, "--no-compile", "--decode-context-parallel-size", "1"]
     assert main([*arguments, "--topology", "v5e:2x2", "--json"]) == 0
     alone = json.loads(capsys.readouterr().out)
     assert main([*arguments, "--topology", "v5e:2x4", "--json"]) == 0
@@ -102,6 +102,27 @@ def test_a_plan_counts_the_copies_of_kv_heads(model, capsys):
     copies = plan["pages"] * plan["page_bytes"] / 2**21
     line = f"each KV head is on 2 chips: {copies:.1f} MiB of the KV cache of a chip are copies"
     assert line in capsys.readouterr().out.splitlines()
+
+
+def test_a_plan_of_kv_heads_that_chips_divide(model, capsys):
+    arguments = ["plan", "--model", model, "--no-compile", "--topology", "v5e:2x4"]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["kv_head_copies"], plan["page_shards"]) == (1, 2)
+    assert plan["page_bytes"] == 128 * 2 * 128 * 2 + 4 * (3 * 128 + 1)  # of two layers, half of each
+    matrices = 2 * 1024 * 512 + 2 * (2 * 512 * 1024 + 2 * 512 * 512 + 3 * 512 * 1024)
+    assert plan["weight_bytes"] == 2 * (matrices // 8 + 5 * 512)
+    # Of a pair of chips: two query heads, a key and a value; two outputs, each with its log-sum-exp.
+    logits, decisions = 4 * 1024 * 4, plan["collectives"]["all-gather"]["bytes"] - 2 * 32 * 4 * 128 * 2
+    assert plan["collectives"]["all-to-all"] == {"count": 3, "bytes": 2 * 32 * 2 * 129 * 4 + logits}
+    assert plan["collectives"]["all-gather"]["count"] == 4 and 0 < decisions < 32 * 4 * 20
+    assert main(arguments) == 0
+    assert (
+        "each KV head is divided over 2 chips, and so are its pages" in capsys.readouterr().out.splitlines()
+    )
+    with pytest.raises(SystemExit):
+        main([*arguments, "--decode-context-parallel-size", "4"])
+    assert "--decode-context-parallel-size must divide 2, the devices that" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):

@@ -36,13 +36,14 @@ from . import (
     reference,
     write_reference,
 )
-from .prefill_reference import prefill_partial
+from .partial import PREFILL_PARTIAL, prefill_partial
 from .reference import PageChoice, PageSummary, PartialAttention, SelectionRules
 from .split_kv import merge_partials
 
 __all__ = [
     "ACCELERATOR_PAGE",
     "MAX_VERIFIED",
+    "PREFILL_PARTIAL",
     "PageChoice",
     "PageSummary",
     "PartialAttention",

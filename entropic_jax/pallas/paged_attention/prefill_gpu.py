@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from .gpu_tile import (
+    LOG2_E,
     ROWS,
     TILE,
     TILED,
@@ -33,6 +34,7 @@ from .gpu_tile import (
     tile_buffers,
     zero_outside,
 )
+from .reference import PartialAttention
 from .split_kv import PrefillShape, entry_ranges
 
 FAR = 2**30  # a position beyond every query
@@ -46,6 +48,7 @@ class Shape(PrefillShape):
     consumers: int  # warpgroups that compute; one more copies
     slots: int  # tiles in shared memory
     dtype: Any  # of the tiles in the pools
+    partial: bool  # whether the log-sum-exp is an output
     interpreted: bool  # whether products and layouts are those of the interpreter
 
 
@@ -81,6 +84,39 @@ def prefill(
         soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
         interpret: parameters of the GPU interpreter, to run on any platform.
     """
+    lists, positions = (page_list, num_pages), (window_start, query_start, context_length)
+    return _prefill(q, keys, values, page_table, lists, positions, soft_cap, interpret, False)[0]
+
+
+def prefill_partial(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
+    interpret: Any = None,
+) -> PartialAttention:
+    """`prefill` with its log-sum-exp; arguments as there.
+
+    Args:
+        soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
+        interpret: parameters of the GPU interpreter, to run on any platform.
+    """
+    lists, positions = (page_list, num_pages), (window_start, query_start, context_length)
+    return PartialAttention(
+        *_prefill(q, keys, values, page_table, lists, positions, soft_cap, interpret, True)
+    )
+
+
+def _prefill(q, keys, values, page_table, lists, positions, soft_cap, interpret, partial_) -> Any:
+    """The output, and with `partial_` the log-sum-exp."""
+    (page_list, num_pages), (window_start, query_start, context_length) = lists, positions
     rows, kv_heads, group, n, head_dim = q.shape
     check(q[:, :, :, 0], keys, values)
     consumers = num_consumers(head_dim)
@@ -103,6 +139,7 @@ def prefill(
         consumers=consumers,
         slots=slots,
         dtype=keys.dtype,
+        partial=partial_,
         interpreted=interpret is not None,
     )
     padded = blocks * queries - n
@@ -118,9 +155,11 @@ def prefill(
     q = q.reshape(rows * kv_heads, blocks, queries * group, head_dim)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, height - queries * group), (0, 0)))
     entries = jnp.zeros(1, jnp.int32) if page_list is None else page_list
+    outputs = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    outputs += [jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)] * shape.partial
     out = plgpu.kernel(
         partial(_kernel, shape),
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype),
+        out_type=tuple(outputs),
         grid=(rows * kv_heads, blocks),
         grid_names=("list", "block"),
         num_threads=consumers + 1,
@@ -136,8 +175,12 @@ def prefill(
         q,
         *copied_arrays(keys, values),
     )
-    out = out[:, :, : queries * group].reshape(rows, kv_heads, blocks * queries, group, head_dim)
-    return out[:, :, :n].swapaxes(2, 3)
+
+    def by_head(x):
+        x = x[:, :, : queries * group].reshape(rows, kv_heads, blocks * queries, group, *x.shape[3:])
+        return x[:, :, :n].swapaxes(2, 3)
+
+    return [by_head(x) for x in out]
 
 
 def _blocked(shape: Shape, x, value):
@@ -160,14 +203,16 @@ def _scratch(shape: Shape) -> list:
         plgpu.Barrier(num_arrivals=shape.consumers, num_barriers=shape.slots),
         plgpu.Barrier(num_arrivals=2, num_barriers=shape.consumers),  # the queries are copied
         plgpu.Barrier(num_arrivals=shape.consumers),  # slots past the context are zero
+        *([plgpu.SMEM((shape.consumers, ROWS), jnp.float32)] * shape.partial),  # log-sum-exps
         *widened_tiles,
     ]
 
 
 def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, bounds, q, *refs):
     num_pools = 4 if quantised(shape) else 2
-    pools, out, tiles = refs[:num_pools], refs[num_pools], refs[num_pools + 1 : 2 * num_pools + 1]
-    q_tiles, limits, full, empty, queries_copied, cleared, *widened_tiles = refs[2 * num_pools + 1 :]
+    pools, (out, *logs), refs = _parted(refs, num_pools, 1 + shape.partial)
+    tiles, (q_tiles, limits, full, empty, queries_copied, cleared), refs = _parted(refs, num_pools, 6)
+    staged_logs, widened_tiles = refs[: len(logs)], refs[len(logs) :]
     warpgroup = jax.lax.axis_index("warpgroup")
     i, block = jax.lax.axis_index("list"), jax.lax.axis_index("block")
     block = shape.blocks - 1 - block  # the last blocks see most, and start first
@@ -202,7 +247,7 @@ def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, boun
         )
         window = since, own_position, context_length[row]
         buffers = q_tiles.at[warpgroup], tiles, [x.at[warpgroup] for x in widened_tiles]
-        _, total, weighted = _attend_tiles(
+        top, total, weighted = _attend_tiles(
             shape, work, entries, window, buffers, full, empty, cleared, warpgroup
         )
         is_empty = total == 0.0  # false for NaN, which must reach the result
@@ -211,7 +256,16 @@ def _kernel(shape: Shape, page_table, entries, begin, stop, context_length, boun
         q_tiles[warpgroup] = weighted.astype(jnp.bfloat16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(q_tiles.at[warpgroup], out.at[i, block, group_rows])
+        for staged, to in zip(staged_logs, logs, strict=True):
+            staged[warpgroup] = jnp.where(is_empty, -jnp.inf, (top + jnp.log2(total)) / LOG2_E)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged.at[warpgroup], to.at[i, block, group_rows])
         plgpu.wait_smem_to_gmem(0)
+
+
+def _parted(refs, first, second):
+    """The first references, the next ones, and the rest."""
+    return refs[:first], refs[first : first + second], refs[first + second :]
 
 
 def _entry(shape: Shape, work: QueryBlock, entries, j):

@@ -5,10 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..derivatives import with_derivatives_of
 from . import quantised
 from .quantised import gather
-from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode, prefill_gathered
+from .reference import CHUNK_POSITIONS, NEGATIVE, PartialAttention, capped, decode
 
 FAR = 2**30  # a position beyond every query
 
@@ -80,11 +79,8 @@ def prefill(
     soft_cap: float | None = None,
 ) -> jax.Array:
     """See the package for the contract."""
-    if page_list is not None:
-        lists = (page_list, num_pages)
-        positions = (window_start, query_start, context_length, soft_cap)
-        return _of_listed(q, keys, values, page_table, *lists, *positions)
-    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap).out
+    positions = (page_list, num_pages, window_start, query_start, context_length)
+    return prefill_partial(q, keys, values, page_table, *positions, soft_cap=soft_cap).out
 
 
 def prefill_partial(
@@ -92,35 +88,19 @@ def prefill_partial(
     keys: Any,
     values: Any,
     page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
     window_start: jax.Array,
     query_start: jax.Array,
     context_length: jax.Array,
     *,
     soft_cap: float | None = None,
 ) -> PartialAttention:
-    """`prefill` of all pages with its log-sum-exp, in plain JAX on every platform.
-
-    Args:
-        q, keys, values, page_table, window_start, query_start, context_length: as for `prefill`.
-        soft_cap: as for `decode`.
-
-    Returns:
-        The output of `prefill`, and ln Σ exp(q · k) over what each query sees, float32 `[rows, kv_heads,
-        group, n]`; −inf for a query that sees nothing.
-    """
-    return _prefill_partial(soft_cap, q, keys, values, page_table, window_start, query_start, context_length)
-
-
-def _partial_gathered(soft_cap, q, keys, values, page_table, *positions):
-    return prefill_gathered(q, keys, values, page_table, None, None, *positions, soft_cap=soft_cap)
-
-
-def _partial_of_all(soft_cap, q, keys, values, page_table, *positions):
-    window_start, query_start, context_length = positions
-    return _of_all(q, keys, values, page_table, window_start, query_start, context_length, soft_cap)
-
-
-_prefill_partial = with_derivatives_of(_partial_gathered, _partial_of_all)
+    """See `partial` for the contract."""
+    positions = (window_start, query_start, context_length, soft_cap)
+    if page_list is None:
+        return _of_all(q, keys, values, page_table, *positions)
+    return _of_listed(q, keys, values, page_table, page_list, num_pages, *positions)
 
 
 def verify(
@@ -200,11 +180,13 @@ def _of_listed(
         stop = jnp.where(end > first_seen.min(), -(-num_pages // pages), 0)
         top, total, out = jax.lax.fori_loop(0, stop, chunk, start)
         # A query that sees nothing has weighted masked slots only: its maximum is still that of the mask.
-        out = jnp.where(top > NEGATIVE, out / jnp.maximum(total, 1e-30), 0.0)
-        return out.T.astype(dtype)
+        seen, total = top > NEGATIVE, jnp.maximum(total, 1e-30)
+        out = jnp.where(seen, out / total, 0.0)
+        return out.T.astype(dtype), jnp.where(seen, top + jnp.log(total), -jnp.inf)[0]
 
     list_number = jnp.arange(rows * kv_heads)
-    out = jax.lax.map(
+    out, log_sum_exp = jax.lax.map(
         attend_to_list, (list_number, q, page_list.reshape(rows * kv_heads, -1), num_pages.reshape(-1))
     )
-    return out.reshape(rows, kv_heads, group, n, head_dim)
+    log_sum_exp = log_sum_exp.reshape(rows, kv_heads, group, n)
+    return PartialAttention(out.reshape(rows, kv_heads, group, n, head_dim), log_sum_exp)

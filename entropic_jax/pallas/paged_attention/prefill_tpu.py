@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from .reference import NEGATIVE
+from .reference import NEGATIVE, PartialAttention
 from .split_kv import PrefillShape, entry_ranges
 from .tpu_tile import (
     BLOCK,
@@ -41,6 +41,7 @@ class Shape(PrefillShape):
     pages: int  # of a chunk
     block: int  # pages per step of the softmax
     position_axis: int  # of a tile, see `pools_as_laid_out`
+    partial: bool  # whether the log-sum-exp is an output
 
 
 class ListedPages(NamedTuple):
@@ -70,6 +71,35 @@ def prefill(
     Args:
         soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
     """
+    lists, positions = (page_list, num_pages), (window_start, query_start, context_length)
+    return _prefill(q, keys, values, page_table, lists, positions, soft_cap, False)[0]
+
+
+def prefill_partial(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    page_table: jax.Array,
+    page_list: jax.Array | None,
+    num_pages: jax.Array | None,
+    window_start: jax.Array,
+    query_start: jax.Array,
+    context_length: jax.Array,
+    *,
+    soft_cap: float | None = None,
+) -> PartialAttention:
+    """`prefill` with its log-sum-exp; arguments as there.
+
+    Args:
+        soft_cap: if given, scores are soft_cap · tanh(score / soft_cap).
+    """
+    lists, positions = (page_list, num_pages), (window_start, query_start, context_length)
+    return PartialAttention(*_prefill(q, keys, values, page_table, lists, positions, soft_cap, True))
+
+
+def _prefill(q, keys, values, page_table, lists, positions, soft_cap, partial) -> list[jax.Array]:
+    """The output, and with `partial` the log-sum-exp."""
+    (page_list, num_pages), (window_start, query_start, context_length) = lists, positions
     check(q, keys, values)
     rows, kv_heads, group, n, head_dim = q.shape
     size = keys.shape[2]
@@ -95,6 +125,7 @@ def prefill(
         pages=pages,
         block=block,
         position_axis=position_axis,
+        partial=partial,
     )
     padded = blocks * queries - n
     q = jnp.pad(q, ((0, 0), (0, 0), (0, 0), (0, padded), (0, 0)))
@@ -115,8 +146,8 @@ def prefill(
             (page_table, page_list, num_pages, window_start, query_start, context_length),
         )
         parts.append(_call(shape, q[batch], keys, values, positions))
-    out = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
-    return out[..., :n, :]
+    together = [jnp.concatenate(x) if len(x) > 1 else x[0] for x in zip(*parts, strict=True)]
+    return [together[0][..., :n, :], *(x[..., :n] for x in together[1:])]
 
 
 def _call(shape: Shape, q, keys, values, positions):
@@ -124,7 +155,13 @@ def _call(shape: Shape, q, keys, values, positions):
     rows, kv_heads, group, n, head_dim = q.shape
     begin, stop = entry_ranges(shape, page_list, num_pages, window_start, query_start, context_length)
     entries = jnp.zeros(1, jnp.int32) if page_list is None else page_list
-    tile = pl.BlockSpec((1, group, shape.queries, head_dim), lambda i, block, *_: (i, 0, block, 0))
+    tile, log_sum_exps = (
+        pl.BlockSpec((1, group, shape.queries, width), lambda i, block, *_: (i, 0, block, 0))
+        for width in (head_dim, LANES)
+    )
+    # A log-sum-exp has the lanes of a register, which costs less than to transpose it.
+    outputs = [jax.ShapeDtypeStruct((rows * kv_heads, group, n, head_dim), q.dtype)]
+    outputs += [jax.ShapeDtypeStruct((rows * kv_heads, group, n, LANES), jnp.float32)] * shape.partial
     column = pl.BlockSpec((1, shape.queries, LANES), lambda i, block, *_: (i // kv_heads, block, 0))
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     each = lambda pool, what: jax.tree.map(what, pool)
@@ -134,14 +171,14 @@ def _call(shape: Shape, q, keys, values, positions):
 
     height = group * shape.queries
     work = rows * kv_heads * group * n * shape.max_listed * shape.page
-    out = pl.pallas_call(
+    out, *logs = pl.pallas_call(
         partial(_kernel, shape),
-        out_shape=jax.ShapeDtypeStruct((rows * kv_heads, group, n, head_dim), q.dtype),
+        out_shape=outputs,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
             grid=(rows * kv_heads, shape.blocks),
             in_specs=[tile, column, each(keys, lambda _: anywhere), each(values, lambda _: anywhere)],
-            out_specs=tile,
+            out_specs=[tile, log_sum_exps][: len(outputs)],
             scratch_shapes=[
                 each(keys, buffer),
                 each(values, buffer),
@@ -166,14 +203,15 @@ def _call(shape: Shape, q, keys, values, positions):
         jnp.broadcast_to(window_start[..., None], (*window_start.shape, LANES)),
         *in_main_memory((keys, values)),
     )
-    return out.reshape(q.shape)
+    return [out.reshape(q.shape), *(x[..., 0].reshape(q.shape[:-1]) for x in logs)]
 
 
 def _kernel(
     shape: Shape, page_table, entries, begin, stop, query_start, context_length, q, window_start, keys,
-    values, out, k_buffer, v_buffer, top, total, sum_of, input_semaphore,
+    values, out, *rest,
 ):  # fmt: skip
     """One block of queries, all heads of a group, over the chunks of its list with double buffering."""
+    *log_sum_exp, k_buffer, v_buffer, top, total, sum_of, input_semaphore = rest
     i, block = pl.program_id(0), pl.program_id(1)
     row, head = jax.lax.div(i, shape.kv_heads), jax.lax.rem(i, shape.kv_heads)
     base = i * shape.max_listed
@@ -234,6 +272,10 @@ def _kernel(
     divisor = total[...][:, :1]
     result = sum_of[...] / jnp.where(divisor == 0, 1.0, divisor)
     out[0] = result.astype(out.dtype).reshape(shape.group, shape.queries, shape.head_dim)
+    for to in log_sum_exp:
+        sums = total[...]
+        logs = jnp.where(sums == 0, -jnp.inf, top[...] + jnp.log(jnp.where(sums == 0, 1.0, sums)))
+        to[0] = logs.reshape(shape.group, shape.queries, LANES)
 
 
 def _attend(shape: Shape, listed: ListedPages, chunk, step, window, q, buffers, slot, top, total, sum_of):

@@ -1,5 +1,6 @@
 """Paged attention in plain JAX: the reference for the kernels, and their fallback."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -154,6 +155,7 @@ def estimate_pages(
     context_length: Array,
     page_size: int,
     rules: SelectionRules,
+    complete: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> PageEstimate:
     """Estimate the attention mass of every page from the page summaries.
 
@@ -164,6 +166,7 @@ def estimate_pages(
 
     Args:
         q, summary, information, page_table, context_length, page_size, rules: as for `select_pages`.
+        complete: makes arrays `[…, pages]` of all pages from what this device has computed of its own.
 
     Source: the upper bound u_b is that of Quest (Tang et al. 2024, arXiv 2406.10774), section 3.
     """
@@ -185,11 +188,11 @@ def estimate_pages(
         def product(q, x):
             return (q[:, :, :, None] * x[:, :, None]).sum(-1)
 
-    bound = product(jnp.maximum(q, 0), high) + product(jnp.minimum(q, 0), low)
-    score = (1 - rules.bound_weight) * product(q, mean) + rules.bound_weight * bound + log_filled
+    bound = complete(product(jnp.maximum(q, 0), high) + product(jnp.minimum(q, 0), low))
+    score = (1 - rules.bound_weight) * complete(product(q, mean)) + rules.bound_weight * bound + log_filled
     score = jnp.where(in_use[:, :, None], score, NEGATIVE)
     mass = jnp.where(in_use, jax.nn.softmax(score, -1).mean(2), 0.0)
-    weight = mass * jnp.where(in_use, per_page(information), 0.0)
+    weight = mass * complete(jnp.where(in_use, per_page(information), 0.0))
     weight = weight / jnp.maximum(weight.sum(-1, keepdims=True), 1e-30)
     always_kept = in_use & ((page < rules.sink_pages) | (page >= pages - rules.recent_pages))
     return PageEstimate(mass, weight, bound + log_filled, in_use, always_kept)
@@ -204,15 +207,22 @@ def select_pages(
     dropped_mass_limit: jax.Array,
     page_size: int,
     rules: SelectionRules,
+    complete: Callable[[jax.Array], jax.Array] = lambda x: x,
 ) -> PageChoice:
     """Keep the fewest pages whose weighted mass reaches 1 − ε, by a threshold on the weight.
 
     Sink pages and recent pages are kept and count towards the mass. Pages of equal weight are kept together.
     A pass costs more than what it computes, so each tries `WAYS` thresholds and takes the highest that keeps
-    enough; the next pass divides the interval above it. See the package for the contract.
+    enough; the next pass divides the interval above it. See the package for the contract, and
+    `estimate_pages` for `complete`.
+
+    Args:
+        q, summary, information, page_table, context_length, dropped_mass_limit: as in the contract.
+        page_size, rules: as in the contract.
+        complete: as for `estimate_pages`; by default, this device has all pages.
     """
     mass, weight, bound, in_use, always_kept = estimate_pages(
-        q, summary, information, page_table, context_length, page_size, rules
+        q, summary, information, page_table, context_length, page_size, rules, complete
     )
     worth = (always_kept | (in_use & (weight >= MIN_WEIGHT))).sum(-1, keepdims=True)
     least = jnp.minimum(rules.min_pages, worth)
