@@ -26,6 +26,11 @@ class TokenSpan(NamedTuple):
     num_tokens: jax.Array  # int32 [rows], 0 for a row that must not write
 
 
+def last_positions(span: TokenSpan) -> jax.Array:
+    """The end of the positions that each row holds after a pass, int32 `[rows]`; 0 without tokens."""
+    return jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
+
+
 Attend = Callable[..., tuple[jax.Array, Layer]]
 
 
@@ -49,9 +54,12 @@ def attend_to(cache: Cache, span: TokenSpan, reader: Any = None, observer: Obser
     if observer is not None and cache.is_divided:
         raise ValueError("controller must not observe attention where devices divide a KV head's pages")
 
+    # Outside of a loop over layers, which share them.
+    lists = {layer.page_shards: own_pages(layer, table, last_positions(span)) for layer in cache.layers}
+
     def attend(q, k, v, layer, window=None, soft_cap=None, sink=None, chunk=None):
-        layer = write(layer, table, span, k, v)
-        return read(layer, table, span, q, window, reader, observer, soft_cap, sink, chunk), layer
+        layer, listed = write(layer, table, span, k, v), lists[layer.page_shards]
+        return read(layer, table, span, q, window, reader, observer, soft_cap, sink, chunk, listed), layer
 
     return LoopedAttention(attend, [x for x in (reader, observer) if x is not None])
 
@@ -149,6 +157,7 @@ def read(
     soft_cap: float | None = None,
     sink: jax.Array | None = None,
     chunk: int | None = None,
+    lists: tuple[Any, Any] | None = None,
 ) -> jax.Array:
     """Causal attention of q `[rows, n, heads, head_dim]` to the pages of each row; q's shape and dtype.
 
@@ -168,6 +177,7 @@ def read(
         soft_cap: c: scores are c · tanh(score / c); None for the scores themselves.
         sink: `[heads]`, the logit by which each head attends to nothing; None for none.
         chunk: positions are cut into chunks of so many, and a query sees its own chunk only; None: no chunks.
+        lists: the result of `own_pages`, if it is known.
 
     Raises:
         ValueError: a reader of prompts would have to read with a soft cap or sinks.
@@ -175,8 +185,9 @@ def read(
     rows, n, _, head_dim = q.shape
     q = (q.astype(jnp.float32) * head_dim**-0.5).astype(q.dtype)
     q = q.reshape(rows, n, layer.keys.shape[1], -1, head_dim).transpose(0, 2, 3, 1, 4)
-    last = jnp.where(span.num_tokens > 0, span.start + span.num_tokens, 0)
-    lists, table = own_pages(layer, table, last), layer.pages_of(table)
+    last = last_positions(span)
+    lists = own_pages(layer, table, last) if lists is None else lists
+    table = layer.pages_of(table)
     positions = span.start[:, None] + jnp.arange(n)
     first = jnp.zeros_like(positions) if window is None else jnp.maximum(positions - window + 1, 0)
     if chunk is not None:
