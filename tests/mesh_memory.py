@@ -35,7 +35,7 @@ CONFIG = models.Config(
     num_key_value_heads=8,
     max_position_embeddings=1024,
 )
-ROWS, CONTEXT, PAGE_SIZE, PAGES = 4, 512, 32, 512
+ROWS, CONTEXT, PAGE_SIZE, PAGES = 4, 512, 64, 128
 CHUNK, DRAFTED = 64, 3  # tokens of a prefill chunk, and drafted for a row
 
 
