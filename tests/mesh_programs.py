@@ -172,7 +172,16 @@ def report(family: str, mesh: str) -> dict[str, Any]:
     }
     for name, preset in (("off", off), ("full-lossy", full)):
         state = begin(model, preset)
-        _, trace = generate(model.decoder, model.params, preset.controller, state, TOKENS, capacity=TOKENS)
+        if preset is off:
+            traces = []
+            for _ in range(TOKENS):
+                state, trace = compiled(model.params, state)
+                traces.append(jax.device_get(trace))
+            trace = jax.tree.map(lambda *steps: np.stack(steps), *traces)
+        else:
+            _, trace = generate(
+                model.decoder, model.params, preset.controller, state, TOKENS, capacity=TOKENS
+            )
         result[name] = {
             "tokens": np.asarray(trace.token).T.tolist(),
             "entropy": np.asarray(trace.entropy).tolist(),

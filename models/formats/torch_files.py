@@ -139,7 +139,7 @@ class TensorUnpickler(pickle._Unpickler):
         """Call one of the functions in `REBUILD`."""
         arguments, function = self.stack.pop(), self.stack[-1]
         if not any(function is known for known in REBUILD.values()):
-            raise pickle.UnpicklingError("it calls what is no function of a tensor")
+            raise pickle.UnpicklingError("it calls a function that does not build a tensor")
         if not isinstance(arguments, tuple) or len(arguments) > MOST_ARGUMENTS:
             raise pickle.UnpicklingError(f"a call must have at most {MOST_ARGUMENTS} arguments")
         self.stack[-1] = function(*arguments)
@@ -230,10 +230,10 @@ def read_pickle(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -
         raise ValueError("its byte order must be little")
     result = TensorUnpickler(io.BytesIO(first_bytes(archive, entries["data.pkl"], LARGEST_PICKLE))).load()
     if not isinstance(result, dict) or not result:
-        raise ValueError("it holds no dict")
+        raise ValueError("it does not hold a dict")
     for name, value in result.items():
         if not isinstance(value, TensorView):
-            raise ValueError(f"{abbreviate(name)} is no tensor")
+            raise ValueError(f"{abbreviate(name)} is not a tensor")
     return result
 
 

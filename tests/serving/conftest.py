@@ -205,7 +205,7 @@ def live(scripted_server):
 
 @pytest.fixture(scope="session")
 def real():
-    """A server over the real engine and the embedded model; the tests of all clients share it."""
+    """A server over the real engine and a shallow model; the tests of all clients share it."""
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     from .real_server import real_server
 
