@@ -22,7 +22,7 @@ from .config import Config, ModelError, abbreviate
 from .experts import ExpertReader, Router, SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
-from .layer_stack import layer_pattern, outside_loops, traced_layers
+from .layer_stack import layer_pattern, outside_loops, scans_layers, traced_layers
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
 from .quantisation import quantise_module
 from .rope import context_key, rope_problem
@@ -67,6 +67,16 @@ def blocks(config: Config) -> tuple[BlockSpec, ...]:
 def is_mixture(config: Config) -> bool:
     """Whether layers of the model have experts."""
     return any(isinstance(block.mlp, ExpertsSpec) for block in blocks(config))
+
+
+def is_scanned(config: Config, platform: str | None = None) -> bool:
+    """Whether programs of engines scan over the layers of a model, see `layer_stack.scans_layers`.
+
+    Args:
+        config: the model's configuration.
+        platform: the platform of the programs; None for that of the default device.
+    """
+    return scans_layers(is_mixture(config), platform)
 
 
 def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:

@@ -20,7 +20,7 @@ from entropic_jax.pallas import skinny_matmul
 from . import converted, sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
-from .decoder import FAMILIES, Decoder, Params, family, structure
+from .decoder import FAMILIES, Decoder, Params, family, is_scanned, structure
 from .embedding import EMBEDDING_MODULE, HEAD_MODULE, has_one_table, with_two_tables
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
@@ -124,7 +124,7 @@ def load(
     mesh: Mesh | None = None,
     quantization: str | None = None,
     blocked: bool = False,
-    stacked: bool = False,
+    stacked: bool | None = False,
 ) -> Model:
     """Read a Hugging Face model directory, or one that `convert` wrote.
 
@@ -145,8 +145,9 @@ def load(
         blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding
             is faster, the results are the same. They then have another shape (see `kernel_layout`), and the
             model cannot be saved, quantised or divided.
-        stacked: whether layers that repeat are stacked, as in an engine whose programs scan over layers; see
-            `layer_stack`. The model is as limited as with `blocked`, which it then is not.
+        stacked: whether layers that repeat are stacked, for programs that scan over layers; see
+            `layer_stack`. The model is as limited as with `blocked`, which it then is not. None: as engines
+            do on the default device (`decoder.is_scanned`).
 
     Raises:
         ModelError: the directory cannot be used, or the model cannot be divided over the mesh; a ValueError.
@@ -156,6 +157,7 @@ def load(
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh)
+    stacked = is_scanned(config) if stacked is None else stacked
     stored = converted.description(directory)
     if stored is not None:
         converted.check(directory, stored, dtype, quantization)

@@ -24,7 +24,7 @@ from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.uniform_budget import UniformBudget
 from entropic_jax.models import layer_stack
 from entropic_jax.models.config_json import from_json
-from entropic_jax.models.decoder import is_mixture
+from entropic_jax.models.decoder import is_scanned
 from entropic_jax.models.layer_stack import layer_pattern, stack_layers
 from entropic_jax.models.model import quantised
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -324,8 +324,12 @@ def test_places_of_a_pattern():
 
 
 @pytest.mark.parametrize(("platform", "scanned"), [("cpu", False), ("tpu", True), ("gpu", True)])
-def test_accelerators_scan_all_but_mixtures(monkeypatch, platform, scanned):
+def test_accelerators_scan_all_but_mixtures(monkeypatch, tmp_path, platform, scanned):
     monkeypatch.delenv(layer_stack.VARIABLE, raising=False)
+    assert is_scanned(model_of("llama").config, platform) == scanned
+    assert not is_scanned(model_of("gpt-oss").config, platform)
     monkeypatch.setattr(layer_stack, "default_device", lambda: SimpleNamespace(platform=platform))
-    assert layer_stack.scans_layers() == scanned and not layer_stack.scans_layers(mixture=True)
-    assert is_mixture(model_of("gpt-oss").config) and not is_mixture(model_of("llama").config)
+    for name, expected in (("llama", scanned), ("gpt-oss", False)):
+        models.save(model_of(name), tmp_path / name)
+        assert models.load(tmp_path / name, stacked=None).stacked == expected
+        assert not models.load(tmp_path / name).stacked
