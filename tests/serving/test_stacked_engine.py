@@ -8,6 +8,7 @@ import pytest
 
 from entropic_jax.models.layer_stack import VARIABLE
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.follower import identity_of
 from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.offline import generation
 from entropic_jax.serving.options.control_options import Control
@@ -71,3 +72,11 @@ def test_without_a_server_a_draft_model_and_its_target_are_scanned(directory, mo
         assert [model.stacked for model in both] == [layers == "scanned"] * 2
         results.append(next(iter(generator.batch([request]))).token_ids)
     assert results[0] == results[1] and len(results[0]) == 12
+
+
+def test_processes_must_agree_on_the_form_of_layers(directory, monkeypatch):
+    identities = []
+    for layers in ("unrolled", "scanned"):
+        monkeypatch.setenv(VARIABLE, layers)
+        identities.append(identity_of(Path(directory), EngineOptions()))
+    assert {name for name in identities[0] if identities[0][name] != identities[1][name]} == {VARIABLE}
