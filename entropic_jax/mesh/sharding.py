@@ -1,8 +1,7 @@
 """Sharding of the loop's state over a mesh, and the programs of the loop on one.
 
 The page pool is divided over the shards by KV heads: keys, values and page summaries, and with them the
-page lists that are chosen per KV head. Everything else of the state is the same on every device, and every
-device computes it.
+page lists that are chosen per KV head. Everything else of the state is the same on every device.
 """
 
 from collections.abc import Callable
