@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..state import Action, SchedulingSignal
+from ..state import Action, SchedulingSignal, Signal
 from ..state.pytree import STATIC, Gain, pytree
 from .entropy_drop import (
     AR1,
@@ -195,6 +195,17 @@ class _SchedulingLaw:
             new_predictor(rows), none_selected.astype(jnp.int32), none_selected, default_load(rows)
         )
 
+    def update(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
+        """See `Controller`: the predictor observes each token, also where a pass emits several.
+
+        Args:
+            signal: the measurements of the token.
+            action: in force.
+            state: the state of the law.
+        """
+        predictor = update_predictor(state.predictor, signal.entropy, signal.emitting)
+        return action, state._replace(predictor=predictor)
+
     def schedule(
         self, signal: SchedulingSignal, action: Action, state: ScheduleState
     ) -> tuple[Action, ScheduleState]:
@@ -207,8 +218,7 @@ class _SchedulingLaw:
         """
         # A selected row that got no page does not count as waiting: it would be selected forever.
         waits = signal.runnable & ~(signal.emitting | state.selected)
-        predictor = update_predictor(state.predictor, signal.entropy, signal.emitting)
-        state = state._replace(predictor=predictor, wait=jnp.where(waits, state.wait + 1, 0))
+        state = state._replace(wait=jnp.where(waits, state.wait + 1, 0))
         score = self.score(signal, state)
         selected = select_rows(score, state.wait, signal.runnable, self.width)
         # Where all fit, ended rows keep quota 1, as in an action that no law has rewritten.
