@@ -31,6 +31,9 @@ Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
 
 
+MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # names of families under which others publish
+
+
 def family(raw: Mapping[str, Any]) -> Family:
     """The model family named by a parsed config.json. Raises ModelError for an unknown one."""
     stated = raw.get("architectures")
@@ -43,9 +46,10 @@ def family(raw: Mapping[str, Any]) -> Family:
     if name in REFUSED:
         raise ModelError(f"architectures must not be {name}: {REFUSED[name]} cannot be computed")
     if name is None or name not in FAMILIES:
-        accepted = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"architectures must be one of {accepted}; got {abbreviate(names or model_type)}")
-    if model_type not in (None, FAMILIES[name].model_type):
+        stated = abbreviate(names or model_type)
+        raise ModelError(f"architectures must be one of those that `entropic models` lists; got {stated}")
+    known_type = MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type
+    if known_type not in (None, FAMILIES[name].model_type):
         expected = FAMILIES[name].model_type
         raise ModelError(f"model_type must be {expected!r} for {name}; got {abbreviate(model_type)}")
     return FAMILIES[name]

@@ -18,8 +18,9 @@ from .formats.gguf_files import GGUFFile
 from .tokenizer import Tokenizer
 from .tokenizer_classes import WORDS
 
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 SPLITS = {  # by tokenizer.ggml.pre
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), WORDS % r"\p{N}{1,3}"),
+    **dict.fromkeys(LLAMA_3, WORDS % r"\p{N}{1,3}"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % r"\p{N}"),
 }
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -56,8 +57,9 @@ def gguf_tokenizer(path: Path) -> Tokenizer | None:
         if token_type in (CONTROL, USER_DEFINED):
             backend.add_tokens([AddedToken(token, special=token_type == CONTROL, normalized=False)])
     begin, end = (named(path, values, name, tokens) for name in ("bos_token_id", "eos_token_id"))
+    begins = kind == "llama" or values.get(f"{KEY}pre") in LLAMA_3  # where no flag says so, as in llama.cpp
     added = {
-        "add_bos_token": bool(values.get(f"{KEY}add_bos_token", kind == "llama")) and begin is not None,
+        "add_bos_token": bool(values.get(f"{KEY}add_bos_token", begins)) and begin is not None,
         "add_eos_token": bool(values.get(f"{KEY}add_eos_token", False)) and end is not None,
     }
     tokenizer = Tokenizer(backend, {"bos_token": begin, "eos_token": end, **added})

@@ -33,6 +33,7 @@ from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
+from .tekken import tekken_tokenizer
 from .tensor_names import entries
 from .text_towers import text_part, tower_of
 from .tokenizer import Tokenizer
@@ -108,12 +109,15 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a directory, from tokenizer.json, tokenizer.model or a GGUF file; None without any."""
-    tokenizer = Tokenizer.from_directory(directory)
-    tokenizer = sentencepiece_tokenizer(directory) if tokenizer is None else tokenizer
-    if tokenizer is None and (stored := gguf_path(directory)) is not None:
-        return gguf_tokenizer(stored)
-    return tokenizer
+    """The tokenizer of a directory, of the first of these files; None without any.
+
+    They are tokenizer.json, tokenizer.model, tekken.json and a GGUF file.
+    """
+    for read in (Tokenizer.from_directory, sentencepiece_tokenizer, tekken_tokenizer):
+        if (tokenizer := read(directory)) is not None:
+            return tokenizer
+    stored = gguf_path(directory)
+    return None if stored is None else gguf_tokenizer(stored)
 
 
 def load(

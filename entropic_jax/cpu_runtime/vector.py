@@ -116,7 +116,7 @@ def gated_products(largest: float) -> Any:
     Args:
         largest: −gate counts as no more in the exponential, so that it is finite.
     """
-    one, most = constant(1.0), constant(largest)
+    most = constant(largest)
 
     def emit(builder, values):
         gate, up, out, number = values
@@ -125,7 +125,7 @@ def gated_products(largest: float) -> Any:
             value = load(builder, gate, i)
             negative = builder.fsub(constant(-0.0), value)
             negative = builder.select(builder.fcmp_ordered(">", negative, most), most, negative)
-            sigmoid = builder.fdiv(value, builder.fadd(one, exponential(builder, negative)))
+            sigmoid = builder.fdiv(value, builder.fadd(constant(1.0), exponential(builder, negative)))
             store(builder, builder.fmul(sigmoid, load(builder, up, i)), out, i)
             return []
 

@@ -46,7 +46,18 @@ CASES = {  # the text's configuration, that of the images, and other keys
         {**VISION, "model_type": "clip_vision_model"},
         IMAGE,
     ),
+    "LlavaNextVideo": (
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model"},
+        {**IMAGE, "video_token_index": 91},
+    ),
+    "LlavaOnevision": (
+        {"model_type": "qwen2"},
+        {**VISION, "model_type": "siglip_vision_model"},
+        {**IMAGE, "video_token_index": 91},
+    ),
     "SmolVLM": ({"model_type": "llama"}, VISION, {"image_token_id": 90}),
+    "Idefics3": ({"model_type": "llama"}, VISION, {"image_token_id": 90}),
     "InternVL": (
         {"model_type": "qwen2"},
         {**VISION, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
