@@ -205,9 +205,9 @@ def live(scripted_server):
 
 @pytest.fixture(scope="session")
 def real():
-    """A server over the real engine and a shallow model; the tests of all clients share it."""
+    """A server over the real engine and the embedded model; the tests of all clients share it."""
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     from .real_server import real_server
 
-    with real_server() as live:
+    with real_server(directory=EMBEDDED) as live:
         yield live
