@@ -201,7 +201,7 @@ def scored(model: models.Model) -> dict[str, Any]:
 
 
 CASES = {1: (constrained, controlled, drafted, shared, replayed, scored)}
-CASES |= {2: (constrained, drafted, shared, replayed, scored), 4: (constrained, controlled, drafted)}
+CASES |= {2: (drafted, shared, replayed, scored), 4: (constrained, controlled)}
 
 if __name__ == "__main__":
     models_on = {devices: model_on(devices) for devices in CASES}
