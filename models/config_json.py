@@ -153,6 +153,8 @@ def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family
 def only_sliding(merged: Mapping[str, Any]) -> None:
     """Raise ModelError for layers without the window where the family has it in all."""
     kinds = merged.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ModelError(f"layer_types must be a list; got {abbreviate(kinds)}")
     if merged["sliding_window"] is not None and kinds and kinds != [SLIDING] * len(kinds):
         raise ModelError(f"layer_types must be absent, or {SLIDING!r} in all layers; got {abbreviate(kinds)}")
 

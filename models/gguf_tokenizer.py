@@ -53,9 +53,12 @@ def gguf_tokenizer(path: Path) -> Tokenizer | None:
         text = abbreviate(" ".join(str(error).split()))
         raise ModelError(f"{path}: {KEY}tokens and merges must fit together ({text})") from None
     types = listed(path, values, "token_type", int, default=[1] * len(tokens))
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type in (CONTROL, USER_DEFINED):
-            backend.add_tokens([AddedToken(token, special=token_type == CONTROL, normalized=False)])
+    added_tokens = [
+        AddedToken(token, special=token_type == CONTROL, normalized=False)
+        for token, token_type in zip(tokens, types, strict=False)
+        if token_type in (CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(added_tokens)  # at once: one by one takes the square of the time
     begin, end = (named(path, values, name, tokens) for name in ("bos_token_id", "eos_token_id"))
     begins = kind == "llama" or values.get(f"{KEY}pre") in LLAMA_3  # where no flag says so, as in llama.cpp
     added = {

@@ -7,6 +7,7 @@ short strings.
 """
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -273,6 +274,8 @@ def tensor_of(
     last = view.offset + sum((n - 1) * stride for n, stride in zip(view.lengths, view.strides, strict=True))
     if 0 not in view.lengths and last >= len(storage):
         raise ValueError("a tensor ends behind its storage")
+    if math.prod(view.lengths) > len(storage):
+        raise ValueError("a tensor is larger than its storage")
     strides = tuple(stride * dtype.itemsize for stride in view.strides)
     start = storage[0 if 0 in view.lengths else view.offset :]
     array = np.lib.stride_tricks.as_strided(start, view.lengths, strides, writeable=False)

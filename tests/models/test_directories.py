@@ -269,7 +269,7 @@ BROKEN = {
     ),
     "unequal tie": (tie_unequal, r"lm_head\.weight must be absent or equal model\.embed_tokens\.weight; got"),
     "lost shard": (lose_shard, r"model-00002-of-00003\.safetensors is missing, and .*index\.json names it"),
-    "misplaced tensor": (misplace, r"model\.norm\.weight is in .*model-00001.*, which has no such tensor"),
+    "misplaced tensor": (misplace, r"model\.norm\.weight is in .*model-00001.*, but .* holds it"),
     "empty index": (
         lambda d: (shard(d), edit(d / "model.safetensors.index.json", weight_map={})),
         r"weight_map",
