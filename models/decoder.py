@@ -31,7 +31,7 @@ Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
 
 
-MODEL_TYPES = {"kimi_k2": "deepseek_v3"}  # names of families under which others publish
+PUBLISHED_AS = {"kimi_k2": "deepseek_v3"}  # values of model_type that stand for one of a family
 
 
 def family(raw: Mapping[str, Any]) -> Family:
@@ -40,16 +40,17 @@ def family(raw: Mapping[str, Any]) -> Family:
     names = stated if isinstance(stated, list) else [] if stated is None else [stated]
     types = {f.model_type: f for f in FAMILIES.values()}
     model_type = raw.get("model_type")
-    if not names and isinstance(model_type, str) and model_type in types:
-        return types[model_type]
+    if isinstance(model_type, str):
+        model_type = PUBLISHED_AS.get(model_type, model_type)
+        if not names and model_type in types:
+            return types[model_type]
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
     if name in REFUSED:
         raise ModelError(f"architectures must not be {name}: {REFUSED[name]} cannot be computed")
     if name is None or name not in FAMILIES:
         stated = abbreviate(names or model_type)
         raise ModelError(f"architectures must be one of those that `entropic models` lists; got {stated}")
-    known_type = MODEL_TYPES.get(model_type, model_type) if isinstance(model_type, str) else model_type
-    if known_type not in (None, FAMILIES[name].model_type):
+    if model_type not in (None, FAMILIES[name].model_type):
         expected = FAMILIES[name].model_type
         raise ModelError(f"model_type must be {expected!r} for {name}; got {abbreviate(model_type)}")
     return FAMILIES[name]

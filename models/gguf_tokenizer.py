@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
+from .byte_level import byte_level_bpe
 from .chat_templates import DEFAULT
 from .config import ModelError, abbreviate, is_integer, is_number
 from .formats.gguf_files import GGUFFile
@@ -91,14 +92,9 @@ def byte_level(path: Path, values: Mapping[str, Any], tokens: list[str]) -> toke
         )
     merges = [tuple(merge.split(" ")) for merge in listed(path, values, "merges", str)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre.startswith("llama")))
-    if not pre.startswith("llama"):
+    backend = byte_level_bpe(BPE(vocabulary, merges, ignore_merges=pre in LLAMA_3), SPLITS[pre])
+    if pre not in LLAMA_3:
         backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
     return backend
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, pre_tokenizers
+from tokenizers import AddedToken
 from tokenizers.models import BPE
 
+from .byte_level import byte_alphabet, byte_level_bpe
 from .chat_templates import read_templates
 from .config import LARGEST_JSON, ModelError, abbreviate, is_integer, read_json
 from .gguf_tokenizer import merges_of
@@ -60,24 +61,13 @@ def byte_pairs(special: list[str], tokens: list[bytes], pattern: str) -> tokeniz
         tokens: the other tokens, in the order of their ids.
         pattern: the expression of the parts that a text is cut into.
     """
-    letters = byte_letters()
+    letters = {byte: letter for letter, byte in byte_alphabet().items()}
     written = ["".join(map(letters.__getitem__, token)) for token in tokens]
     vocabulary = {token: number for number, token in enumerate([*special, *written])}
     merges = merges_of({token: -rank for rank, token in enumerate(written)})
-    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(pattern), "isolated")
-    bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_alone])
-    backend.decoder = decoders.ByteLevel()
+    backend = byte_level_bpe(BPE(vocabulary, merges, ignore_merges=True), pattern)
     backend.add_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return backend
-
-
-def byte_letters() -> list[str]:
-    """The character that byte-level BPE writes for each byte: itself if it is visible, or one from 256 on."""
-    seen = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in seen else chr(next(others)) for byte in range(256)]
 
 
 def read_vocabulary(raw: Any) -> tuple[list[str], list[bytes], str]:

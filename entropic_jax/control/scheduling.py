@@ -133,6 +133,20 @@ def default_load(rows: int) -> RowLoad:
     return RowLoad(ones, zeros, ones, end, end, jnp.arange(rows, dtype=jnp.int32))
 
 
+def relative_load(work: Array, length: Array, xp: Any = jnp) -> tuple[Any, Any]:
+    """The expected cost and the KV cache of each row, in [0, 1]: relative to the largest.
+
+    Args:
+        work: what a row still costs, tokens or seconds, `[rows]`.
+        length: positions that it holds at its end, `[rows]`.
+        xp: namespace of the arrays, `jax.numpy` or `numpy`.
+
+    >>> [x.tolist() for x in relative_load(jnp.array([20, 5]), jnp.array([60, 15]))]
+    [[1.0, 0.25], [1.0, 0.25]]
+    """
+    return work / xp.maximum(work.max(), 1), length / xp.maximum(length.max(), 1)
+
+
 def with_load(control: Any, load: RowLoad) -> Any:
     """The controller state with `load` in every `ScheduleState` it contains.
 

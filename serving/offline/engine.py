@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import loop, models, sampling
-from entropic_jax.control.scheduling import RowLoad, default_load, with_load
+from entropic_jax.control.scheduling import RowLoad, default_load, relative_load, with_load
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression, presets
 from entropic_jax.methods.method import Method
@@ -319,9 +319,10 @@ def stated_load(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> RowLoad:
     ([1.0, 0.25], [1.0, 0.15000000596046448], [60, 9])
     """
     ends = prompt_tokens + max_tokens
+    cost, memory = relative_load(max_tokens, ends, np)
     return default_load(len(ends))._replace(
-        cost=jnp.asarray(max_tokens / max(max_tokens.max(), 1), jnp.float32),
-        memory=jnp.asarray(ends / max(ends.max(), 1), jnp.float32),
+        cost=jnp.asarray(cost, jnp.float32),
+        memory=jnp.asarray(memory, jnp.float32),
         expected_end=jnp.asarray(ends, jnp.int32),
     )
 

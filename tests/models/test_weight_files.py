@@ -115,6 +115,14 @@ def test_a_tensor_does_not_end_behind_its_storage(directory):
     assert "a tensor ends behind its storage" in refusal(directory)
 
 
+def test_a_tensor_is_not_larger_than_its_storage(directory):
+    """Strides of 0 would let a file of any size claim the memory of a large one."""
+    torch = pytest.importorskip("torch")
+    take(directory)
+    torch.save({"a": torch.ones(1).expand(1000)}, directory / "pytorch_model.bin")
+    assert "a tensor is larger than its storage" in refusal(directory)
+
+
 def test_a_variant(directory):
     tensors = take(directory)
     save_file(tensors, directory / "model.fp16.safetensors")

@@ -20,10 +20,9 @@ Raises:
 Source: Shazeer, GLU Variants Improve Transformer (2020; arXiv 2002.05202), equation 5 (SwiGLU).
 """
 
-from functools import partial
-
 import jax
 
+from ..derivatives import with_derivatives_of
 from ..dispatch import Operation
 from . import cpu, reference
 
@@ -46,11 +45,7 @@ def silu_and_mul(gate: jax.Array, up: jax.Array, *, backend: str | None = None) 
     return _silu_and_mul(backend, gate, up)
 
 
-@partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _silu_and_mul(backend, gate, up):
-    return SILU_AND_MUL(gate, up, backend=backend)
-
-
-@_silu_and_mul.defjvp
-def _derivative(_backend, primals, tangents):
-    return jax.jvp(reference.silu_and_mul, primals, tangents)
+_silu_and_mul = with_derivatives_of(
+    lambda _, gate, up: reference.silu_and_mul(gate, up),
+    lambda backend, gate, up: SILU_AND_MUL(gate, up, backend=backend),
+)

@@ -41,7 +41,7 @@ def _compile() -> Iterator[tuple[str, Any]]:
     @compiled
     def num_elements(frame):
         count = 1
-        for size in operand(frame, 0)[1]:
+        for size in operand(frame, 0)[1]:  # under `vmap` there are more axes
             count *= size
         return count
 
