@@ -12,6 +12,7 @@ import numpy as np
 import entropic_jax as ej
 from entropic_jax import models
 from entropic_jax.control import pytree
+from entropic_jax.control.temperature_bounds import set_temperature
 
 
 @pytree
@@ -26,7 +27,7 @@ class HoldEntropy:
 
     def update(self, signal, action, state):
         factor = jnp.exp(-self.rate * (signal.tempered_entropy - self.target))
-        return action._replace(temperature=jnp.clip(action.temperature * factor, 0.2, 2.0)), state
+        return set_temperature(action, action.temperature * factor, 0.2, 2.0), state
 
 
 def main() -> None:

@@ -53,16 +53,16 @@ CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}  # of every f
 def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     """The Config of a family that a parsed config.json describes. Raises ModelError."""
     weight_format(raw)
+    merged = with_our_names(raw, family)
     for name in REQUIRED:
-        if raw.get(name) is None:
-            raise ModelError(f"{name} must be a positive integer; it is missing")
+        if merged.get(name) is None:
+            raise ModelError(f"{family.aliases.get(name, name)} must be a positive integer; it is missing")
     for name in SWITCHES:
         if not isinstance(raw.get(name), bool | None):
             raise ModelError(f"{name} must be true or false; got {abbreviate(raw[name])}")
     for name, value in {**CAUSAL, **family.required}.items():
         if raw.get(name, value) not in (value, None):
             raise ModelError(f"{name} must be {value!r}; got {abbreviate(raw[name])}")
-    merged = with_our_names(raw, family)
     names = {f.name for f in dataclasses.fields(Config)} & {*COMMON, *family.defaults} - {"sliding_window"}
     values = {name: merged[name] for name in names if merged.get(name) is not None}
     for name in ZERO_MEANS_UNSET:
@@ -153,6 +153,8 @@ def windows(merged: Mapping[str, Any], values: Mapping[str, Any], family: Family
 def only_sliding(merged: Mapping[str, Any]) -> None:
     """Raise ModelError for layers without the window where the family has it in all."""
     kinds = merged.get("layer_types")
+    if kinds is not None and not isinstance(kinds, list):
+        raise ModelError(f"layer_types must be a list; got {abbreviate(kinds)}")
     if merged["sliding_window"] is not None and kinds and kinds != [SLIDING] * len(kinds):
         raise ModelError(f"layer_types must be absent, or {SLIDING!r} in all layers; got {abbreviate(kinds)}")
 

@@ -22,7 +22,7 @@ from .config import Config, ModelError, abbreviate
 from .experts import ExpertReader, Router, SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
-from .layer_stack import layer_pattern, outside_loops, traced_layers
+from .layer_stack import layer_pattern, outside_loops, scans_layers, traced_layers
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
 from .quantisation import quantise_module
 from .rope import context_key, rope_problem
@@ -31,20 +31,25 @@ Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
 
 
+PUBLISHED_AS = {"kimi_k2": "deepseek_v3"}  # values of model_type that stand for one of a family
+
+
 def family(raw: Mapping[str, Any]) -> Family:
     """The model family named by a parsed config.json. Raises ModelError for an unknown one."""
     stated = raw.get("architectures")
     names = stated if isinstance(stated, list) else [] if stated is None else [stated]
     types = {f.model_type: f for f in FAMILIES.values()}
     model_type = raw.get("model_type")
-    if not names and isinstance(model_type, str) and model_type in types:
-        return types[model_type]
+    if isinstance(model_type, str):
+        model_type = PUBLISHED_AS.get(model_type, model_type)
+        if not names and model_type in types:
+            return types[model_type]
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
     if name in REFUSED:
         raise ModelError(f"architectures must not be {name}: {REFUSED[name]} cannot be computed")
     if name is None or name not in FAMILIES:
-        accepted = ", ".join(sorted(FAMILIES))
-        raise ModelError(f"architectures must be one of {accepted}; got {abbreviate(names or model_type)}")
+        stated = abbreviate(names or model_type)
+        raise ModelError(f"architectures must be one of those that `entropic models` lists; got {stated}")
     if model_type not in (None, FAMILIES[name].model_type):
         expected = FAMILIES[name].model_type
         raise ModelError(f"model_type must be {expected!r} for {name}; got {abbreviate(model_type)}")
@@ -67,6 +72,16 @@ def blocks(config: Config) -> tuple[BlockSpec, ...]:
 def is_mixture(config: Config) -> bool:
     """Whether layers of the model have experts."""
     return any(isinstance(block.mlp, ExpertsSpec) for block in blocks(config))
+
+
+def is_scanned(config: Config, platform: str | None = None) -> bool:
+    """Whether programs of engines scan over the layers of a model, see `layer_stack.scans_layers`.
+
+    Args:
+        config: the model's configuration.
+        platform: the platform of the programs; None for that of the default device.
+    """
+    return scans_layers(is_mixture(config), platform)
 
 
 def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:

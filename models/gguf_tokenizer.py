@@ -9,17 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers
 from tokenizers.models import BPE
 
+from .byte_level import byte_level_bpe
 from .chat_templates import DEFAULT
 from .config import ModelError, abbreviate, is_integer, is_number
 from .formats.gguf_files import GGUFFile
 from .tokenizer import Tokenizer
 from .tokenizer_classes import WORDS
 
+LLAMA_3 = ("llama-bpe", "llama3", "llama-v3")
 SPLITS = {  # by tokenizer.ggml.pre
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), WORDS % r"\p{N}{1,3}"),
+    **dict.fromkeys(LLAMA_3, WORDS % r"\p{N}{1,3}"),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % r"\p{N}"),
 }
 CONTROL, USER_DEFINED = 3, 4  # types of tokens
@@ -52,12 +54,16 @@ def gguf_tokenizer(path: Path) -> Tokenizer | None:
         text = abbreviate(" ".join(str(error).split()))
         raise ModelError(f"{path}: {KEY}tokens and merges must fit together ({text})") from None
     types = listed(path, values, "token_type", int, default=[1] * len(tokens))
-    for token, token_type in zip(tokens, types, strict=False):
-        if token_type in (CONTROL, USER_DEFINED):
-            backend.add_tokens([AddedToken(token, special=token_type == CONTROL, normalized=False)])
+    added_tokens = [
+        AddedToken(token, special=token_type == CONTROL, normalized=False)
+        for token, token_type in zip(tokens, types, strict=False)
+        if token_type in (CONTROL, USER_DEFINED)
+    ]
+    backend.add_tokens(added_tokens)  # at once: one by one takes the square of the time
     begin, end = (named(path, values, name, tokens) for name in ("bos_token_id", "eos_token_id"))
+    begins = kind == "llama" or values.get(f"{KEY}pre") in LLAMA_3  # where no flag says so, as in llama.cpp
     added = {
-        "add_bos_token": bool(values.get(f"{KEY}add_bos_token", kind == "llama")) and begin is not None,
+        "add_bos_token": bool(values.get(f"{KEY}add_bos_token", begins)) and begin is not None,
         "add_eos_token": bool(values.get(f"{KEY}add_eos_token", False)) and end is not None,
     }
     tokenizer = Tokenizer(backend, {"bos_token": begin, "eos_token": end, **added})
@@ -86,14 +92,9 @@ def byte_level(path: Path, values: Mapping[str, Any], tokens: list[str]) -> toke
         )
     merges = [tuple(merge.split(" ")) for merge in listed(path, values, "merges", str)]
     vocabulary = {token: number for number, token in enumerate(tokens)}
-    backend = tokenizers.Tokenizer(BPE(vocabulary, merges, ignore_merges=pre.startswith("llama")))
-    if not pre.startswith("llama"):
+    backend = byte_level_bpe(BPE(vocabulary, merges, ignore_merges=pre in LLAMA_3), SPLITS[pre])
+    if pre not in LLAMA_3:
         backend.normalizer = normalizers.NFC()
-    split = pre_tokenizers.Split(Regex(SPLITS[pre]), "isolated")
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    backend.decoder = decoders.ByteLevel()
     return backend
 
 

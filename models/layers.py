@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from entropic_jax.mesh import PageShards, sum_over_shards
+from entropic_jax.pallas.silu_and_mul import silu_and_mul
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks
 
@@ -136,7 +137,8 @@ class MLP(nnx.Module):
         if self.gate_proj is None:
             return self.down_proj(self.act_fn(self.up_proj(x)))
         gate, up = fused_linear(x, self.gate_proj, self.up_proj)
-        return self.down_proj(self.act_fn(gate) * up)
+        gated = silu_and_mul(gate, up) if self.act_fn is jax.nn.silu else self.act_fn(gate) * up
+        return self.down_proj(gated)
 
 
 class Attention(nnx.Module):

@@ -20,7 +20,7 @@ from entropic_jax.pallas import skinny_matmul
 from . import converted, sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
-from .decoder import FAMILIES, Decoder, Params, family, structure
+from .decoder import FAMILIES, Decoder, Params, family, is_scanned, structure
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
@@ -32,6 +32,7 @@ from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
 from .stored_tensors import StoredTensors
+from .tekken import tekken_tokenizer
 from .tensor_names import entries
 from .text_towers import text_part, tower_of
 from .tokenizer import Tokenizer
@@ -119,12 +120,15 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path) -> Tokenizer | None:
-    """The tokenizer of a directory, from tokenizer.json, tokenizer.model or a GGUF file; None without any."""
-    tokenizer = Tokenizer.from_directory(directory)
-    tokenizer = sentencepiece_tokenizer(directory) if tokenizer is None else tokenizer
-    if tokenizer is None and (stored := gguf_path(directory)) is not None:
-        return gguf_tokenizer(stored)
-    return tokenizer
+    """The tokenizer of a directory, of the first of these files; None without any.
+
+    They are tokenizer.json, tokenizer.model, tekken.json and a GGUF file.
+    """
+    for read in (Tokenizer.from_directory, sentencepiece_tokenizer, tekken_tokenizer):
+        if (tokenizer := read(directory)) is not None:
+            return tokenizer
+    stored = gguf_path(directory)
+    return None if stored is None else gguf_tokenizer(stored)
 
 
 def load(
@@ -135,7 +139,7 @@ def load(
     mesh: Mesh | None = None,
     quantization: str | None = None,
     blocked: bool = False,
-    stacked: bool = False,
+    stacked: bool | None = False,
     page_shards: int | None = None,
 ) -> Model:
     """Read a Hugging Face model directory, or one that `convert` wrote.
@@ -157,8 +161,9 @@ def load(
         blocked: whether matrices lie block by block where CPU kernels read them so, as in an engine: decoding
             is faster, the results are the same. They then have another shape (see `kernel_layout`), and the
             model cannot be saved, quantised or divided.
-        stacked: whether layers that repeat are stacked, as in an engine whose programs scan over layers; see
-            `layer_stack`. The model is as limited as with `blocked`, which it then is not.
+        stacked: whether layers that repeat are stacked, for programs that scan over layers; see
+            `layer_stack`. The model is as limited as with `blocked`, which it then is not. None: as engines
+            do on the default device (`decoder.is_scanned`).
         page_shards: devices that divide a KV head and its pages, where the mesh has more devices than there
             are KV heads: a divisor of the number of devices that have the same head. 1 gives each a copy;
             None divides it over all, unless `sharding.why_copied` has a reason.
@@ -171,6 +176,7 @@ def load(
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh, page_shards)
+    stacked = is_scanned(config) if stacked is None else stacked
     stored = converted.description(directory)
     if stored is not None:
         converted.check(directory, stored, dtype, quantization)

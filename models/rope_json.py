@@ -24,6 +24,7 @@ MOST_PAIRS = 4096  # of a head, with a factor each
 WITHOUT_EFFECT = {  # keys that change no token's rotation, whatever the kind
     *("rope_type", "type", "rope_theta"),  # read for every kind
     "original_max_position_embeddings",  # of kinds that read it; others have no use for it
+    "max_position_embeddings",  # which transformers writes here for Ministral 3, too
     *("mrope_section", "mrope_interleaved"),  # how images are rotated
     "finetuned",  # how the model was made
 }

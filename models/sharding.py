@@ -2,8 +2,8 @@
 
 Heads, feed-forward blocks and the vocabulary are divided over tensor and expert together. Each position along
 expert holds some of the experts, which are divided over tensor. A pass needs two sums over all devices per
-layer, after the output projection of the attention and after that of the feed-forward block, one sum for the
-embedding, and one gathering of the logits.
+layer, after the output projection of the attention and after that of the feed-forward block, and one sum for
+the embedding. It leaves each device with the logits of its part of the vocabulary.
 
 Where there are more devices than KV heads, several have the same one. They divide the columns of its
 projections among them, and its pages (`mesh.page_shards`), or have copies of both, as in vLLM. The queries of

@@ -1,4 +1,4 @@
-"""How much longer the parts of tokenizer.json can make a text, from their description alone.
+"""Text growth: a bound on how much the parts of tokenizer.json can lengthen a text, from their description.
 
 Each part of a sequence multiplies: 32 that replace a space by two make 2³² of it.
 """

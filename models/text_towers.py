@@ -18,6 +18,7 @@ class TextTower(NamedTuple):
     defaults: Mapping[str, Any] = {}  # of keys that its files may leave out
 
 
+QWEN2_VL = {"rms_norm_eps": 1e-5, "rope_theta": 1e6}
 TOWERS = {
     "Gemma3ForConditionalGeneration": TextTower(
         "gemma3_text",
@@ -27,11 +28,14 @@ TOWERS = {
     "Mistral3ForConditionalGeneration": TextTower("mistral"),
     "LlavaForConditionalGeneration": TextTower("llama"),
     "LlavaNextForConditionalGeneration": TextTower("llama"),
+    "LlavaNextVideoForConditionalGeneration": TextTower("llama"),
+    "LlavaOnevisionForConditionalGeneration": TextTower("qwen2"),
+    "Idefics3ForConditionalGeneration": TextTower("llama"),
     "SmolVLMForConditionalGeneration": TextTower("llama"),
     "InternVLForConditionalGeneration": TextTower("qwen2"),
-    "Qwen2VLForConditionalGeneration": TextTower("qwen2"),
-    "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2"),
-    "Qwen3VLForConditionalGeneration": TextTower("qwen3"),
+    "Qwen2VLForConditionalGeneration": TextTower("qwen2", QWEN2_VL),
+    "Qwen2_5_VLForConditionalGeneration": TextTower("qwen2", QWEN2_VL),
+    "Qwen3VLForConditionalGeneration": TextTower("qwen3", {"rope_theta": 5e5}),
     "Llama4ForConditionalGeneration": TextTower("llama4_text"),
 }
 # Model types of towers that differ from a family in the rotation of images alone.
@@ -75,7 +79,9 @@ def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         accepted = ", ".join(sorted({*architectures, *MODEL_TYPES}))
         raise ModelError(f"text_config.model_type must be one of {accepted}; got {abbreviate(stated)}")
     shared = {name: raw[name] for name in OF_BOTH if raw.get(name) is not None}
-    of_text = {name: value for name, value in text.items() if value is not None}
+    # A null means something to the family (no window); where the tower has a default, it means that.
+    filled = {*tower.defaults, *OF_BOTH}
+    of_text = {name: value for name, value in text.items() if value is not None or name not in filled}
     tied = {} if raw.get(TIED) is None else {TIED: raw[TIED]}  # the one at the top counts
     named = {"architectures": [architectures[model_type]], "model_type": model_type}
     return {**tower.defaults, **shared, **of_text, **tied, **named}

@@ -233,6 +233,8 @@ def read_text(path: Path, max_bytes: int) -> str:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ModelError(f"{path} must be UTF-8: {error}") from None
+    except OSError as error:
+        raise ModelError(f"{path} must be a file that can be read: {error.strerror}") from None
 
 
 def is_there(path: Path) -> bool:

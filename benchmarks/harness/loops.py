@@ -1,4 +1,4 @@
-"""What a loop is: a text that repeats itself to its end."""
+"""Loop detection: whether a text repeats itself to its end."""
 
 from collections.abc import Sequence
 

@@ -14,13 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh
 
 from entropic_jax import loop
 from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
-from entropic_jax.models.decoder import Decoder, is_mixture
+from entropic_jax.models.decoder import Decoder, is_scanned
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -55,6 +56,21 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
 
 
+def decoder_of(
+    config: Config, mesh: Mesh | None = None, stacked: bool | None = None, page_shards: int = 1
+) -> Decoder:
+    """The functions of a model, as they are compiled.
+
+    Args:
+        config: the model's configuration.
+        mesh: the mesh that the model is divided over; None for one device.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        page_shards: devices that divide the pages of a KV head.
+    """
+    stacked = is_scanned(config, "tpu") if stacked is None else stacked
+    return Decoder(config, mesh, stacked=stacked, page_shards=page_shards)
+
+
 def state_shapes(
     config: Config,
     batch: Batch,
@@ -73,8 +89,7 @@ def state_shapes(
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide the pages of a KV head.
     """
-    stacked = not is_mixture(config) if stacked is None else stacked
-    decoder = Decoder(config, stacked=stacked, page_shards=page_shards)
+    decoder = decoder_of(config, stacked=stacked, page_shards=page_shards)
 
     def start() -> Any:
         pool = allocate(
@@ -126,8 +141,7 @@ def lower_step(
     model_sharding.check_mesh(config, mesh)
     shards = model_sharding.check_page_shards(config, len(devices), page_shards)
     config = model_sharding.with_kv_head_copies(config, len(devices), shards)
-    stacked = not is_mixture(config) if stacked is None else stacked
-    decoder = Decoder(config, mesh, stacked=stacked, page_shards=shards)
+    decoder = decoder_of(config, mesh, stacked, shards)
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
@@ -136,7 +150,7 @@ def lower_step(
     weights_dtype = jnp.dtype(dtypes[0])
     places = model_sharding.shardings(shapes, mesh, decoder.pattern)
     params = jax.tree.map(partial(placed, dtype=weights_dtype), shapes, places)
-    state = state_shapes(config, batch, dtypes[1], preset, stacked, shards)
+    state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
 
     def step(params: Any, state: Any) -> Any:

@@ -39,7 +39,7 @@ def collectives(program: str) -> list[Collective]:
     [Collective(operation='all-reduce', shapes=((4, 64),), num_bytes=1024, devices=2)]
     """
     program = COMMENT.sub("", program)
-    runs = turns(program)
+    runs = executions(program)
     return [
         read(match)
         for name, text in computations(program).items()
@@ -59,8 +59,8 @@ def computations(program: str) -> dict[str, str]:
     return {name: "\n".join(lines) for name, lines in result.items()}
 
 
-def turns(program: str) -> dict[str, int]:
-    """How often each computation of a program runs, as far as loops have a known number of turns."""
+def executions(program: str) -> dict[str, int]:
+    """How often each computation of a program runs, as far as the trip counts of loops are known."""
     texts = computations(program)
     calls: dict[str, tuple[str, int]] = {}  # who calls a computation, and how often in a run
     for name, text in texts.items():
@@ -68,7 +68,7 @@ def turns(program: str) -> dict[str, int]:
             for called in (x for names in CALLED.findall(line) for x in re.findall(r"[\w.\-]+", names)):
                 calls[called] = name, 1
             if loop := LOOP.search(line):
-                calls[loop["body"]] = name, loop_turns(line, texts[loop["condition"]])
+                calls[loop["body"]] = name, trip_count(line, texts[loop["condition"]])
 
     def runs(name: str) -> int:
         if name not in calls:
@@ -79,13 +79,13 @@ def turns(program: str) -> dict[str, int]:
     return {name: runs(name) for name in texts}
 
 
-def loop_turns(loop: str, condition: str) -> int:
+def trip_count(loop: str, condition: str) -> int:
     """How often a loop runs; 1 where it is not known.
 
     Args:
         loop: the instruction.
-        condition: the computation of its condition. A loop of so many turns, which counts from 0, compares
-            with a constant.
+        condition: the computation of its condition, which compares a counter from 0 with a constant where
+            the trip count is fixed.
     """
     if known := TRIP_COUNT.search(loop):
         return int(known["count"])

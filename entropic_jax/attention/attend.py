@@ -20,7 +20,7 @@ from .statistics import Observer
 
 
 class TokenSpan(NamedTuple):
-    """Where the tokens of a pass stand: `num_tokens[row]` of them, from position `start[row]` on."""
+    """The positions of the tokens of a pass: `num_tokens[row]` of them, from position `start[row]` on."""
 
     start: jax.Array  # int32 [rows]
     num_tokens: jax.Array  # int32 [rows], 0 for a row that must not write

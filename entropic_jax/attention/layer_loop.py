@@ -17,7 +17,7 @@ class LayerRecorder(Protocol):
     layer_stats: list[Any]  # an entry for each layer so far, a pytree of arrays
 
     def layer_kind(self, number: int) -> Hashable | None:
-        """What it does in a layer: equal for layers that one traced body can serve; None: for no other.
+        """A key, equal for layers that one traced body can serve; None for a layer that needs its own.
 
         Args:
             number: number of the layer, from 0.

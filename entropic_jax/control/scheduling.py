@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..state import Action, SchedulingSignal
+from ..state import Action, SchedulingSignal, Signal
 from ..state.pytree import STATIC, Gain, pytree
 from .entropy_drop import (
     AR1,
@@ -133,6 +133,20 @@ def default_load(rows: int) -> RowLoad:
     return RowLoad(ones, zeros, ones, end, end, jnp.arange(rows, dtype=jnp.int32))
 
 
+def relative_load(work: Array, length: Array, xp: Any = jnp) -> tuple[Any, Any]:
+    """The expected cost and the KV cache of each row, in [0, 1]: relative to the largest.
+
+    Args:
+        work: what a row still costs, tokens or seconds, `[rows]`.
+        length: positions that it holds at its end, `[rows]`.
+        xp: namespace of the arrays, `jax.numpy` or `numpy`.
+
+    >>> [x.tolist() for x in relative_load(jnp.array([20, 5]), jnp.array([60, 15]))]
+    [[1.0, 0.25], [1.0, 0.25]]
+    """
+    return work / xp.maximum(work.max(), 1), length / xp.maximum(length.max(), 1)
+
+
 def with_load(control: Any, load: RowLoad) -> Any:
     """The controller state with `load` in every `ScheduleState` it contains.
 
@@ -195,6 +209,17 @@ class _SchedulingLaw:
             new_predictor(rows), none_selected.astype(jnp.int32), none_selected, default_load(rows)
         )
 
+    def update(self, signal: Signal, action: Action, state: ScheduleState) -> tuple[Action, ScheduleState]:
+        """See `Controller`: the predictor observes each token, also where a pass emits several.
+
+        Args:
+            signal: the measurements of the token.
+            action: in force.
+            state: the state of the law.
+        """
+        predictor = update_predictor(state.predictor, signal.entropy, signal.emitting)
+        return action, state._replace(predictor=predictor)
+
     def schedule(
         self, signal: SchedulingSignal, action: Action, state: ScheduleState
     ) -> tuple[Action, ScheduleState]:
@@ -207,8 +232,7 @@ class _SchedulingLaw:
         """
         # A selected row that got no page does not count as waiting: it would be selected forever.
         waits = signal.runnable & ~(signal.emitting | state.selected)
-        predictor = update_predictor(state.predictor, signal.entropy, signal.emitting)
-        state = state._replace(predictor=predictor, wait=jnp.where(waits, state.wait + 1, 0))
+        state = state._replace(wait=jnp.where(waits, state.wait + 1, 0))
         score = self.score(signal, state)
         selected = select_rows(score, state.wait, signal.runnable, self.width)
         # Where all fit, ended rows keep quota 1, as in an action that no law has rewritten.

@@ -68,23 +68,26 @@ def has_nan_or_infinity(values: int, begin: int, end: int, head_dim: int) -> boo
 
 
 def transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """The columns of the matrix whose rows are sixteen vectors: ever smaller blocks of it are exchanged.
+    """Vectors of which each block of as many lanes, with those of the others, is transposed as a matrix.
+
+    Sixteen vectors are one block, four have blocks of four lanes. Ever smaller parts are exchanged.
 
     Args:
         builder: of the function.
-        rows: the vectors.
+        rows: the vectors; their number is a power of 2, at most `LANES`.
     """
-    rows = list(rows)
-    for size in (8, 4, 2, 1):
+    rows, size = list(rows), len(rows) // 2
+    while size > 0:
         upper = [lane & size == 0 for lane in range(LANES)]
         from_first = [lane if up else LANES + lane - size for lane, up in enumerate(upper)]
         from_second = [lane + size if up else LANES + lane for lane, up in enumerate(upper)]
-        for i in range(TILE):
+        for i in range(len(rows)):
             if i & size == 0:
                 both = rows[i], rows[i + size]
                 rows[i], rows[i + size] = (
                     permute(builder, both, lanes) for lanes in (from_first, from_second)
                 )
+        size //= 2
     return rows
 
 
@@ -109,7 +112,7 @@ def scores_by_head(number: int, head_dim: int, page_size: int) -> Any:
                 builder.mul(builder.add(t, WORD(HEADS_APART * k)), WORD(LANES)) for k in range(HEADS_APART)
             ]
             fours = [load_fours(builder, scores, rows, LANES * j, "float32") for j in range(HEADS_APART)]
-            for head, value in enumerate(_transposed_fours(builder, fours)[:number]):
+            for head, value in enumerate(transposed(builder, fours)[:number]):
                 store(builder, value, out, builder.add(t, WORD(head * page_size)))
             for i in range(1, LANES, 2):
                 prefetch_row(builder, next_key, builder.add(t, WORD(i)), 2 * head_dim)
@@ -118,28 +121,6 @@ def scores_by_head(number: int, head_dim: int, page_size: int) -> Any:
         loop(builder, first, last, LANES, [], positions)
 
     return intrinsic_of(5, emit)
-
-
-def _transposed_fours(builder: Any, values: list[Any]) -> list[Any]:
-    """Four vectors of which each four of lanes, with those of the others, is transposed as a matrix.
-
-    Args:
-        builder: of the function.
-        values: the vectors.
-    """
-
-    def both(x, y, *lanes):
-        """The fours of x and y with these lanes, of which those of y are 4 to 7."""
-        places = [
-            4 * k + lane if lane < 4 else LANES + 4 * k + lane - 4
-            for k in range(HEADS_APART)
-            for lane in lanes
-        ]
-        return permute(builder, [x, y], places)
-
-    a, b, c, d = values
-    low, high = ([both(x, y, *lanes) for x, y in ((a, b), (c, d))] for lanes in ((0, 4, 1, 5), (2, 6, 3, 7)))
-    return [both(*pair, *lanes) for pair in (low, high) for lanes in ((0, 1, 4, 5), (2, 3, 6, 7))]
 
 
 def prefetch_row(builder: Any, page: Any, row: Any, row_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether this process may use the instructions of x86 processors for products of bfloat16 and int8."""
+"""Matrix units: whether this process may use x86 instructions for products of bfloat16 and int8."""
 
 import ctypes
 import platform

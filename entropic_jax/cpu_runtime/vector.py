@@ -1,4 +1,4 @@
-"""Vector kernels: the inner loops of page selection as hand-written LLVM vector code.
+"""Vector kernels: inner loops of page selection and of gated products as hand-written LLVM vector code.
 
 Data is float32 unless a `dtype` says otherwise: bfloat16 and int8 are widened as they are read. The public
 functions return functions for Numba code, specialised for the given sizes.
@@ -16,6 +16,8 @@ from .instructions import (
     NARROW,
     VECTOR,
     WORD,
+    constant,
+    exponential,
     intrinsic_of,
     load,
     multiply_add,
@@ -105,6 +107,31 @@ def lane_maxima() -> Any:
         store(builder, loop(builder, WORD(0), count, LANES, [lowest], row)[0], out, WORD(0))
 
     return intrinsic_of(3, emit)
+
+
+@cache
+def gated_products(largest: float) -> Any:
+    """`gated_products(gate, up, out, number)`: out = gate / (1 + exp(−gate)) · up.
+
+    Args:
+        largest: −gate counts as no more in the exponential, so that it is finite.
+    """
+    most = constant(largest)
+
+    def emit(builder, values):
+        gate, up, out, number = values
+
+        def vector(i, _):
+            value = load(builder, gate, i)
+            negative = builder.fsub(constant(-0.0), value)
+            negative = builder.select(builder.fcmp_ordered(">", negative, most), most, negative)
+            sigmoid = builder.fdiv(value, builder.fadd(constant(1.0), exponential(builder, negative)))
+            store(builder, builder.fmul(sigmoid, load(builder, up, i)), out, i)
+            return []
+
+        loop(builder, WORD(0), number, LANES, [], vector)
+
+    return intrinsic_of(4, emit)
 
 
 @cache

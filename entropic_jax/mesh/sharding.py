@@ -2,8 +2,7 @@
 
 The page pool is divided over the shards by KV heads: keys, values and page summaries, and with them the
 page lists that are chosen per KV head. Where devices share a KV head, the pool has an entry along that axis
-for each of them (`page_shards`). Everything else of the state is the same on every device, and every device
-computes it.
+for each of them (`page_shards`). Everything else of the state is the same on every device.
 """
 
 from collections.abc import Callable

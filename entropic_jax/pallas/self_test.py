@@ -15,6 +15,7 @@ from . import (
     longest_match,
     paged_attention,
     rms_norm,
+    silu_and_mul,
     skinny_matmul,
     topk_entropy,
 )
@@ -103,6 +104,7 @@ def checks() -> list[KernelCheck]:
         _project(dtype),
         _skinny_matmul(dtype),
         _rms_norm(dtype),
+        _silu_and_mul(dtype),
         _longest_match(),
         _gumbel_argmax(),
         _entropy_moments(),
@@ -282,6 +284,15 @@ def _rms_norm(dtype: str) -> KernelCheck:
     expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight.astype(np.float64)
     arguments = (jnp.asarray(x), jnp.asarray(weight), 1e-5)
     return KernelCheck(rms_norm.RMS_NORM, arguments, (2,), _differs_from(expected), _tolerance(dtype))
+
+
+def _silu_and_mul(dtype: str) -> KernelCheck:
+    rng = np.random.default_rng(11)
+    gate, up = (rng.standard_normal((3, 208)).astype(jnp.dtype(dtype)) for _ in range(2))
+    wide = gate.astype(np.float64)
+    expected = wide / (1 + np.exp(-wide)) * up.astype(np.float64)
+    arguments = jnp.asarray(gate), jnp.asarray(up)
+    return KernelCheck(silu_and_mul.SILU_AND_MUL, arguments, (), _differs_from(expected), _tolerance(dtype))
 
 
 def _longest_match() -> KernelCheck:

@@ -76,7 +76,7 @@ class PrefillOption(NamedTuple):
 
 PREFILL_OPTIONS: dict[str, PrefillOption] = {
     "segment": PrefillOption(
-        PowerOfTwo(64, 32768), "prompt tokens that are read at once", "512", SPARSE_METHODS
+        PowerOfTwo(64, 32768), "prompt tokens of a prefill segment", "512", SPARSE_METHODS
     ),
     "dense_below": PrefillOption(
         Number(int, 0, LARGEST_INT),

@@ -25,7 +25,7 @@ class ExpertPolicy(Protocol):
 
 
 class ExpertsRead(NamedTuple):
-    """What a step read of the experts."""
+    """The experts that a step read."""
 
     counts: jax.Array  # int32 [rows, layers that have experts]
     fraction: jax.Array  # float32 [rows], of the experts that the router chooses

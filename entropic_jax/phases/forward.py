@@ -12,6 +12,7 @@ from ..mesh import max_over_shards, num_shards, sum_over_shards
 from ..state import Focus, State, ledger
 from ..state.cache import note_surprisal
 from ..state.decoder import Decoder
+from ..state.row_subset import where_rows
 from .batch import Batch
 from .expert_reader import ExpertReader, ExpertsRead
 from .packing import Packing
@@ -134,7 +135,8 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
     else:
         shards = state.cache.layers[0].page_shards
         read = over_shards(reader.total(), 1 if shards is None else shards.size)
-        state = state._replace(page_policy_state=reader.memory())
+        memory = where_rows(batch.active, reader.memory(), state.page_policy_state)
+        state = state._replace(page_policy_state=memory)
     logits = decoder.logits(params, hidden[:, 0])
     focus = observer.total() if observer else None
     return batch._replace(state=state), Forward(logits, read, focus, experts.total() if experts else None)

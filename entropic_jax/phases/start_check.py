@@ -120,7 +120,7 @@ def is_random_key(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    """Whether a value is a number above 0 and finite, and no truth value; a traced one may be any."""
+    """Whether a value is a number above 0 and finite, not a bool; a traced one may be any."""
     if isinstance(value, jax.core.Tracer):
         return value.ndim == 0
     if isinstance(value, bool) or not isinstance(value, (int, float, np.ndarray, np.generic, jax.Array)):
@@ -268,7 +268,7 @@ def check_replayed(*, decoder: Any, state: Any, tokens: Any, **others: Any) -> N
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer of Python, NumPy or JAX, and no truth value."""
+    """Whether a value is an integer of Python, NumPy or JAX, not a bool."""
     if isinstance(value, (np.ndarray, jax.Array)):
         return value.ndim == 0 and value.dtype.kind in "iu"
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)

@@ -1,4 +1,4 @@
-"""Cascade of drafters, cheapest first: a row asks the next one where its draft promises less than that."""
+"""Cascade of drafters, cheapest first: a row uses the first that promises a higher rate than the next."""
 
 from typing import Any
 

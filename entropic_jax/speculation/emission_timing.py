@@ -1,4 +1,4 @@
-"""What passes and plain steps cost besides the model, timed: emission, and what decides about drafts.
+"""Emission timing: seconds that passes and plain steps take beside the model, in emission and decisions.
 
 A small model's pass takes little longer than that, so that long drafts pay earlier than its products say. And
 a row that drafts nothing soon takes plain steps, which do not ask whether to: drafts have to beat those.

@@ -161,9 +161,8 @@ class State(NamedTuple):
     seed: jax.Array  # int32 [rows]
     token: jax.Array  # int32 [rows], emitted last and not yet in the cache
     length: jax.Array  # int32 [rows], positions in the cache
-    evicted: (
-        jax.Array
-    )  # int32 [rows], positions removed from it: the next token has position length + evicted
+    # int32 [rows], positions removed from the cache: the next token has position length + evicted.
+    evicted: jax.Array
     limit: jax.Array  # int32 [rows], length at which the row is full
     status: jax.Array  # int32 [rows]: one of those above
     stop: jax.Array  # int32 [rows, stops], tokens that end the row; −1 where unused
@@ -182,9 +181,8 @@ class State(NamedTuple):
     speculation: Any = ()  # what the draft-length law remembers per row: any pytree
     adapter: jax.Array | None = None  # int32 [rows], LoRA adapter, 0 for none; None where the model has none
     features: jax.Array | None = None  # float32 [rows, hidden], what `token` was drawn from, for a draft head
-    expert_policy: Any = (
-        None  # an `ExpertPolicy` (see `page_policy`); None reads the experts that routers choose
-    )
+    # An `ExpertPolicy` (see `page_policy`); None reads the experts that routers choose.
+    expert_policy: Any = None
 
 
 # The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.

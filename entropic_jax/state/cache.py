@@ -112,7 +112,7 @@ def allocate(
         surprisal: whether to keep sums of the tokens' surprisals per page, for selection by "surprisal".
 
     Raises:
-        ValueError: a size is no integer of at least 1, or too large, or the dtype is another.
+        ValueError: a size is not an integer of at least 1 or is too large, or the dtype is not supported.
     """
     page_size = default_page_size() if page_size is None else page_size
     sizes = {"rows": rows, "context": context, "page_size": page_size, "pages": 1 if pages is None else pages}

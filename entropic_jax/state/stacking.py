@@ -84,7 +84,7 @@ class Stacking:
 
 
 class StateStacking:
-    """What the emission of a token changes of a state, stacked.
+    """The fields of a state that the emission of a token changes, stacked.
 
     Args:
         state: a state with these shapes and types.

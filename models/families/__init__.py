@@ -35,4 +35,13 @@ REFUSED = {  # architectures whose layers the block specification cannot express
     "NemotronHForCausalLM": "layers with a recurrent state",
     "GraniteMoeHybridForCausalLM": "layers with a recurrent state",
     "RecurrentGemmaForCausalLM": "layers with a recurrent state",
+    "Lfm2ForCausalLM": "layers with a short convolution",
+    "Lfm2MoeForCausalLM": "layers with a short convolution",
+    "FalconMambaForCausalLM": "layers with a recurrent state",
+    "ZambaForCausalLM": "layers with a recurrent state",
+    "KimiLinearForCausalLM": "layers with a recurrent state",
+    "MiniMaxForCausalLM": "layers with a recurrent state",
+    "OlmoHybridForCausalLM": "layers with a recurrent state",
+    "Qwen3_5ForCausalLM": "layers with a recurrent state",
+    "Qwen3_5ForConditionalGeneration": "layers with a recurrent state",
 }

@@ -27,6 +27,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention.scale": (None, 0.0),
     "attention.logit_scale": (None, 0.0),
     "attention.clamp_kqv": (None, 0.0),
+    "attention.causal": (None, True),
+    "expert_weights_scale": (None, 0.0, 1.0),
     "logit_scale": (None, 0.0, 1.0),
     "embedding_scale": (None, 0.0, 1.0),
     "residual_scale": (None, 0.0, 1.0),
@@ -105,7 +107,8 @@ def rope_scaling(path: Path, values: dict[str, Any], name: str) -> dict[str, Any
         values: its metadata.
         name: the name of the architecture.
     """
-    kind = values.get(f"{name}.rope.scaling.type", "none")
+    factor = values.get(f"{name}.rope.scaling.factor") or values.get(f"{name}.rope.scale_linear")
+    kind = values.get(f"{name}.rope.scaling.type", "linear" if factor else "none")  # as in llama.cpp
     if kind not in SCALINGS:
         raise ModelError(
             f"{path}: {name}.rope.scaling.type must be one of {', '.join(SCALINGS)}; got {kind!r}"
@@ -117,4 +120,4 @@ def rope_scaling(path: Path, values: dict[str, Any], name: str) -> dict[str, Any
     for ours in ("beta_fast", "beta_slow") if kind == "yarn" else ():
         value = values.get(f"{name}.rope.scaling.yarn_{ours}")
         extra |= {} if value is None else {ours: value}
-    return {"rope_type": kind, "factor": values.get(f"{name}.rope.scaling.factor"), **extra}
+    return {"rope_type": kind, "factor": factor, **extra}

@@ -10,6 +10,7 @@ the newer ("gptq_v2") z.
 Source: Frantar et al., GPTQ (2022; arXiv 2210.17323), sections 3 and 5.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -49,7 +50,11 @@ class GPTQ(WeightFormat):
         self.offset = 1 if layout == "gptq" else 0
         self.reordered = settings.boolean("desc_act", False)
         settings.choice("pack_dtype", ("int32",), "int32")
-        settings.absent("dynamic", "is_marlin_format", "rotation")
+        # Rules that only leave modules out say what the tensors say, too.
+        rules = settings.fields.get("dynamic") or {}
+        if not isinstance(rules, Mapping) or not all(str(rule).startswith("-:") for rule in rules):
+            settings.absent("dynamic")
+        settings.absent("is_marlin_format", "rotation")
 
     def shape(self, name: str, parts: Parts) -> tuple[int, ...]:
         require_parts(name, parts, "qweight", "qzeros", "scales")

@@ -99,7 +99,9 @@ def open_shards(directory: Path, index: str, opener: Opener) -> dict[str, Stored
         tensors |= opener(directory / file)
     for name, file in file_of.items():
         if name not in tensors or tensors[name].file.name != file:
-            raise ModelError(f"{index} says that {name} is in {directory / file}, which has no such tensor")
+            holder = tensors.get(name)
+            problem = "which has no such tensor" if holder is None else f"but {holder.file} holds it"
+            raise ModelError(f"{index} says that {name} is in {directory / file}, {problem}")
     return tensors
 
 

@@ -7,6 +7,7 @@ short strings.
 """
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -139,7 +140,7 @@ class TensorUnpickler(pickle._Unpickler):
         """Call one of the functions in `REBUILD`."""
         arguments, function = self.stack.pop(), self.stack[-1]
         if not any(function is known for known in REBUILD.values()):
-            raise pickle.UnpicklingError("it calls what is no function of a tensor")
+            raise pickle.UnpicklingError("it calls a function that does not build a tensor")
         if not isinstance(arguments, tuple) or len(arguments) > MOST_ARGUMENTS:
             raise pickle.UnpicklingError(f"a call must have at most {MOST_ARGUMENTS} arguments")
         self.stack[-1] = function(*arguments)
@@ -230,10 +231,10 @@ def read_pickle(archive: zipfile.ZipFile, entries: dict[str, zipfile.ZipInfo]) -
         raise ValueError("its byte order must be little")
     result = TensorUnpickler(io.BytesIO(first_bytes(archive, entries["data.pkl"], LARGEST_PICKLE))).load()
     if not isinstance(result, dict) or not result:
-        raise ValueError("it holds no dict")
+        raise ValueError("it does not hold a dict")
     for name, value in result.items():
         if not isinstance(value, TensorView):
-            raise ValueError(f"{abbreviate(name)} is no tensor")
+            raise ValueError(f"{abbreviate(name)} is not a tensor")
     return result
 
 
@@ -273,6 +274,8 @@ def tensor_of(
     last = view.offset + sum((n - 1) * stride for n, stride in zip(view.lengths, view.strides, strict=True))
     if 0 not in view.lengths and last >= len(storage):
         raise ValueError("a tensor ends behind its storage")
+    if math.prod(view.lengths) > len(storage):
+        raise ValueError("a tensor is larger than its storage")
     strides = tuple(stride * dtype.itemsize for stride in view.strides)
     start = storage[0 if 0 in view.lengths else view.offset :]
     array = np.lib.stride_tricks.as_strided(start, view.lengths, strides, writeable=False)

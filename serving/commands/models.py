@@ -36,11 +36,14 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(describe(options.path)))
         return 0
     from entropic_jax.models import FAMILIES
+    from entropic_jax.models.text_towers import TOWERS
 
     print("embedded")
     print("\n".join(f"  {line}" for line in describe(EMBEDDED)))
     print("\narchitectures")
     print("\n".join(f"  {name}" for name in sorted(FAMILIES)))
+    print("\narchitectures with a text tower, of which the language model is loaded")
+    print("\n".join(f"  {name}" for name in sorted(TOWERS)))
     return 0
 
 

@@ -4,21 +4,11 @@ import codecs
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from entropic_jax.models.byte_level import byte_alphabet
+
 from ..request.transcript import Detokenizer
 
 INCREMENTAL = codecs.getincrementaldecoder("utf-8")
-
-
-def alphabet() -> dict[str, int]:
-    """The byte that each character of GPT-2's byte-level alphabet stands for."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    shown = {chr(byte): byte for byte in printable}
-    return shown | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 class ByteLevelDetokenizer:
@@ -45,7 +35,7 @@ def detokenizer_factory(tokenizer: Any) -> Callable[[], Detokenizer]:
     """
     if type(tokenizer.backend.decoder).__name__ != "ByteLevel":
         return tokenizer.stream
-    byte_of = alphabet()
+    byte_of = byte_alphabet()
     added = tokenizer.backend.get_added_tokens_decoder()
     table = {}
     for text, number in tokenizer.backend.get_vocab(with_added_tokens=True).items():

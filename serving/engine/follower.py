@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from entropic_jax import models
+from entropic_jax.models import layer_stack
 from entropic_jax.speculation import PassCosts
 
 from ..executable_cache import source_digest
@@ -24,7 +25,7 @@ from .warmup import examples_of
 
 IDENTITY = "identity"
 MODEL_FILES = ("config.json", "calibration.json", "model.safetensors.index.json", "converted.json")
-SETTINGS = ("ENTROPIC_KERNELS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
+SETTINGS = ("ENTROPIC_KERNELS", layer_stack.VARIABLE, "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 
 def check_identity(group: ProcessGroup, path: Path, options: EngineOptions) -> None:

@@ -1,4 +1,4 @@
-"""Which back end serves each operation of an engine on the default device, and why its kernel does not."""
+"""Kernel report: which back end serves each operation of an engine, and why its kernel declined."""
 
 import logging
 from collections.abc import Sequence as Many

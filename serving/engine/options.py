@@ -358,8 +358,8 @@ def may_prune(options: EngineOptions, method: Method | None) -> bool:
 
 def page_policies_of(options: EngineOptions, method: Method | None) -> tuple[PagePolicy | None, ...]:
     """Page policies of decode programs: the first reads all pages, the last may leave some unread."""
-    # Page lists are made at every step: lists kept for several steps would be renewed at steps that depend
-    # on the sequence's neighbours.
+    # Page lists are made at every step, as the presets say: what lists kept for several steps cost in quality
+    # is measured by the ablation only.
     selection = dataclasses.replace(pruned_pages(), refresh=1)
     pruned: tuple[PagePolicy | None, ...] = (None, selection) if may_prune(options, method) else (None,)
     if method is None:

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from entropic_jax.control.entropy_drop import AR1, new_predictor, predicted_drop
-from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling
+from entropic_jax.control.scheduling import UNKNOWN_END, RowLoad, Scheduling, relative_load
 
 from ..executable_cache import load_or_compile
 from .sequence import Sequence
@@ -105,9 +105,10 @@ class Ranking:
         )
         table = np.fromiter(itertools.chain.from_iterable(columns), float).reshape(-1, 5)
         work, length, slack, wait, row = table.T
+        cost, memory = relative_load(work, length, np)
         load = RowLoad(
-            cost=work / max(work.max(), 1),
-            memory=length / max(length.max(), 1),
+            cost=cost,
+            memory=memory,
             slack=slack,
             expected_end=length,
             true_end=np.full(len(sequences), UNKNOWN_END),

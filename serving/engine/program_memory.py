@@ -1,4 +1,4 @@
-"""Which decode programs are in memory: those that others can stand in for leave it while they are not used.
+"""Program memory: unloads idle decode programs for which another can stand in.
 
 A loaded program of a CPU takes many times the memory of its file. In place of one for some rows, the
 program for the most rows can run; in place of one that drafts tokens, one that does not. So after warm-up

@@ -10,7 +10,6 @@ import jax
 
 from entropic_jax import models
 from entropic_jax.mesh.devices import use_device
-from entropic_jax.models.decoder import is_mixture
 from entropic_jax.models.layer_stack import scans_layers
 from entropic_jax.models.model import read_config
 from entropic_jax.models.sharding import kv_head_sharers, model_devices, why_copied
@@ -123,12 +122,17 @@ def _prepare(
         group.settle(mesh)
     dtype = computing_dtype(options.dtype, path)
     with use_device(device):
-        mixture = is_mixture(read_config(models.directory_of(path)))
-        layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture), "page_shards": page_shards}
-        if layout["stacked"] and options.enable_lora:
+        if options.enable_lora and scans_layers():
             log.info("layers are unrolled, not scanned, in programs of a model with adapters")
-            layout["stacked"] = False
-        model = models.load(path, dtype, mesh=mesh, quantization=options.quantization, **layout)
+        model = models.load(
+            path,
+            dtype,
+            mesh=mesh,
+            quantization=options.quantization,
+            blocked=len(places) == 1,
+            stacked=False if options.enable_lora else None,
+            page_shards=page_shards,
+        )
         _log_page_shards(model)
         joins = mesh is None and not options.enable_lora
         model = draft_model.load(model, options.drafter, dtype, options.quantization, path, joins)

@@ -22,7 +22,7 @@ from .scheduler import Scheduler
 
 
 class CompilationCount:
-    """What a user waits for: called as the engine's `progress`, after each program of the warm-up."""
+    """Progress of the warm-up for a user who waits; the engine's `progress`, called after each program."""
 
     def __init__(self, notice: Notice = notice) -> None:
         self.left, self._notice = 0, notice

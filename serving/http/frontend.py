@@ -142,7 +142,9 @@ class Frontend:
             if isinstance(error, QueueFullError):
                 raise self._too_many(error) from None
             if isinstance(error, RuntimeError):  # the engine has stopped
-                raise FrontendError(503, f"the engine is not able: {error}", retry_after=RETRY) from error
+                raise FrontendError(
+                    503, f"the engine cannot take requests: {error}", retry_after=RETRY
+                ) from error
             raise
         self.output_streams.update(output_streams)
         return output_streams

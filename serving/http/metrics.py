@@ -107,7 +107,7 @@ def request_metrics(namespace: str, registry: CollectorRegistry) -> dict[str, An
         "queue": histogram(
             f"{namespace}request_queue_time_seconds", "What a request waits before it runs.", LATENCY
         ),
-        "prefill": histogram(f"{namespace}request_prefill_time_seconds", "Reading a prompt.", LATENCY),
+        "prefill": histogram(f"{namespace}request_prefill_time_seconds", "Prefill of a prompt.", LATENCY),
         "prompt_length": histogram(f"{namespace}request_prompt_tokens", "Tokens of a prompt.", TOKENS),
         "text_length": histogram(
             f"{namespace}request_generation_tokens", "Tokens generated for a request.", TOKENS

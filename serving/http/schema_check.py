@@ -1,4 +1,4 @@
-"""Whether JSON schemas admit a finite value: a schema may demand that each value contains another, endlessly.
+"""Schema check: whether a JSON schema admits a finite value, as it may demand values within values endlessly.
 
 A value must satisfy a set of schemas at a time: a schema, all that it refers to and is all of, and one of
 each of its choices. A finite value satisfies a set if one does each set that its parts must satisfy: required

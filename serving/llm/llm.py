@@ -69,7 +69,7 @@ class LLM:
     """A language model with its engine: continuous batching, control by entropy, no server.
 
     The engine compiles a program when it is first needed and keeps it on disk for later processes (see
-    `JAX_COMPILATION_CACHE_DIR`). Use the object as a context manager, or call `shutdown`, to free the
+    `ENTROPIC_PROGRAM_CACHE`). Use the object as a context manager, or call `shutdown`, to free the
     device's memory before the process ends. Calls from several threads run one after the other.
 
     >>> llm = LLM(max_num_sequences=4)

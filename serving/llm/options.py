@@ -27,6 +27,7 @@ ENGINE_NAMES = tuple(
 DIVIDING = ("mesh", "tensor_parallel_size", "expert_parallel_size")  # the model over several devices
 PROCESS_NAMES = processes.NAMES  # which processes the model is divided over
 ALIASES = {"kv_cache_memory_bytes": "kv_cache_bytes"}  # vLLM's names of engine options
+DRAFTED = "num_speculative_tokens"
 SPECULATIVE_CONFIG = "speculative_config"  # vLLM's form of `speculate` and `num_speculative_tokens`
 
 
@@ -42,12 +43,16 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
         TypeError: for a name that is neither.
         ValueError: for an invalid value.
     """
-    options = _without_aliases(options)
+    stated, options = options, _without_aliases(options)
     for name in options:
         if name not in (*ENGINE_NAMES, *GAIN_NAMES, SPECULATIVE_CONFIG):
             raise TypeError(f"LLM has no argument {name}; {_suggestion(name)}")
     drafting: dict[str, Any] = {}
     if (config := options.get(SPECULATIVE_CONFIG)) is not None:
+        if (number := options.get(DRAFTED)) is not None:
+            raise ParameterError(
+                f"{DRAFTED} must not be set together with {SPECULATIVE_CONFIG}; got {short(number)}", DRAFTED
+            )
         drafting = speculation_options.engine_fields(options.get("speculate"), config)
     if preset is None:
         preset = speculation_options.default_preset(
@@ -76,7 +81,13 @@ def read_options(preset: str | None, options: Mapping[str, Any]) -> tuple[Contro
     engine["budgets"] = control_options.budget_pairs(engine.get("budgets", {}))
     if isinstance(values := engine.get("prefill_options", {}), Mapping):
         engine["prefill_options"] = tuple(values.items())
-    checked = EngineOptions(**engine)
+    try:
+        checked = EngineOptions(**engine)
+    except ParameterError as error:
+        alias = next((old for old, new in ALIASES.items() if new == error.param and old in stated), None)
+        if alias is None:
+            raise
+        raise ParameterError(str(error).replace(str(error.param), alias), alias) from None
     control = Control(preset, tuple(gains.items()), checked.method, checked.budgets, checked.prefill_options)
     check_preset(control)
     return control, checked

@@ -81,7 +81,7 @@ class RequestOutput:
 
 
 class Result(NamedTuple):
-    """What one sequence gave."""
+    """The result of one sequence."""
 
     completion: CompletionOutput
     cached_tokens: int  # of its prompt, found in the prefix cache

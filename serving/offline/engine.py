@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from entropic_jax import loop, models, sampling
+from entropic_jax.control.scheduling import RowLoad, default_load, relative_load, with_load
 from entropic_jax.mesh import sharding
 from entropic_jax.methods import cache_compression, presets
 from entropic_jax.methods.method import Method
@@ -283,7 +284,7 @@ class Engine:
         most_tokens = [min(r.max_tokens, most) for r, most in zip(requests, room, strict=True)]
         decoder, page_policy = self.model.decoder, self.preset.page_policy
         page_size = page_policy.page_size if page_policy else None
-        return loop.start(
+        state = loop.start(
             decoder,
             self.model.params,
             self.preset.controller,
@@ -301,6 +302,29 @@ class Engine:
             belief_temperature=self.belief_temperature,
             speculator=speculator,
         )
+        lengths = np.array([len(prompt) for prompt in prompts] + [0] * padding, np.int32)
+        load = stated_load(lengths, np.array([*most_tokens, *[0] * padding], np.int32))
+        return state._replace(control=with_load(state.control, load))
+
+
+def stated_load(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> RowLoad:
+    """The load of rows whose lengths are not known before they end: as if each wrote all that it may.
+
+    Args:
+        prompt_tokens: int `[rows]`, tokens of the prompts.
+        max_tokens: int `[rows]`, tokens that each row generates at most.
+
+    >>> load = stated_load(np.array([40, 4]), np.array([20, 5]))
+    >>> load.cost.tolist(), load.memory.tolist(), load.expected_end.tolist()
+    ([1.0, 0.25], [1.0, 0.15000000596046448], [60, 9])
+    """
+    ends = prompt_tokens + max_tokens
+    cost, memory = relative_load(max_tokens, ends, np)
+    return default_load(len(ends))._replace(
+        cost=jnp.asarray(cost, jnp.float32),
+        memory=jnp.asarray(memory, jnp.float32),
+        expected_end=jnp.asarray(ends, jnp.int32),
+    )
 
 
 def _generate(

@@ -79,9 +79,6 @@ def load(
     """
     from entropic_jax import models
     from entropic_jax.mesh.devices import use_device
-    from entropic_jax.models.decoder import is_mixture
-    from entropic_jax.models.layer_stack import scans_layers
-    from entropic_jax.models.model import read_config
 
     from ..options import draft_model
     from . import engine, search_engine
@@ -101,10 +98,15 @@ def load(
     places = parallelism.places_of(tensor_parallel_size, data_parallel_size, expert_parallel_size)
     device, mesh = places[0]
     with use_device(device):
-        mixture = is_mixture(read_config(models.directory_of(path)))
-        layout = {"blocked": len(places) == 1, "stacked": scans_layers(mixture)}
-        divided = {"mesh": mesh, "page_shards": decode_context_parallel_size}
-        model = models.load(path, dtype, quantization=quantization, **divided, **layout)
+        model = models.load(
+            path,
+            dtype,
+            mesh=mesh,
+            quantization=quantization,
+            blocked=len(places) == 1,
+            stacked=None,
+            page_shards=decode_context_parallel_size,
+        )
         set_parse_special(model, parse_special)
         if preset is not None:
             model = draft_model.load(model, preset.speculate, dtype, quantization, path, mesh is None)

@@ -59,6 +59,7 @@ METHODS = (
     "streaming-llm",
     "quest",
 )
+ORACLE = "shortest-job"  # the schedule that needs lengths of texts before they are written
 MISSING_LAW = {MICRO: "temperature law", PRUNING: "page selection", MACRO: "scheduling law"}
 BUDGETS = {"base": "prefill_budget", "budget": "cache_budget"}  # a method's argument, and its option
 
@@ -306,6 +307,12 @@ def check_preset(control: Control) -> None:
     if scales is None:  # a sampler: see `check_sampler`
         return
     _check_sampler_options(control)
+    if dict(control.gains).get("schedule") == ORACLE:
+        raise RequestError(
+            f"schedule must not be {ORACLE} here, which needs the lengths of texts before they are written; "
+            f"got {ORACLE!r}",
+            "schedule",
+        )
     for name, value in sorted(control.gains):
         scale = GAINS[name].scope if name in GAINS else ""
         if scale in MISSING_LAW and scale not in scales:

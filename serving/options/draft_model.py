@@ -79,8 +79,9 @@ def load(
         return with_head(model, *draft_head_files.load(directory, model.decoder, model.activation_dtype))
     if speculate is None or not is_draft_model(speculate):
         return model
+    stacked = None if model.stacked else False
     draft = models.load(
-        Path(speculate), dtype, quantization=quantization, blocked=model.blocked, stacked=model.stacked
+        Path(speculate), dtype, quantization=quantization, blocked=model.blocked, stacked=stacked
     )
     return with_draft(model, draft)
 

@@ -94,7 +94,12 @@ def check(options: Any) -> None:
             raise ParameterError(
                 f"{name} must be an integer between 1 and {largest}; got {short(value)}", name
             )
-    names = [entry.name for entry in options.lora_modules]
+    modules = options.lora_modules
+    if not isinstance(modules, (list, tuple)) or not all(isinstance(x, LoRAModule) for x in modules):
+        raise ParameterError(
+            f"lora_modules must be a list of LoRAModule; got {short(modules)}", "lora_modules"
+        )
+    names = [entry.name for entry in modules]
     if not options.enable_lora:
         if names:
             raise ParameterError(

@@ -50,12 +50,12 @@ def limit_xla_threads(
         layers = blocks(read_config(model))
     except (OSError, ValueError):  # whoever loads the model says what is wrong
         return
-    if all(is_native(layer.attention) and not isinstance(layer.mlp, ExpertsSpec) for layer in layers):
+    if all(has_cpu_kernel(layer.attention) and not isinstance(layer.mlp, ExpertsSpec) for layer in layers):
         os.environ[VARIABLE] = "1"
         _log.info("XLA has one thread, the CPU kernels have the others; %s=N states another number", VARIABLE)
 
 
-def is_native(attention: object) -> bool:
+def has_cpu_kernel(attention: object) -> bool:
     """Whether CPU kernels compute the attention of a layer in prefill and decoding."""
     return (
         isinstance(attention, AttentionSpec)

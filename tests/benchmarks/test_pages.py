@@ -38,6 +38,14 @@ def test_every_table_has_a_stamp(page):
         assert STAMP.match(line), f"{page.name}: {line!r} stands above a table"
 
 
+@pytest.mark.parametrize("subject", ["proof", "roofline"])
+def test_tables_about_kernels_have_a_stamp(subject):
+    text = (ROOT / "docs" / "kernels.md").read_text("utf-8")
+    section = text.partition(f"<!-- {subject}: ")[2].partition(f"<!-- end of {subject} -->")[0]
+    (line,) = stamps_of_tables(section)
+    assert STAMP.match(line), line
+
+
 def test_a_table_without_a_stamp_is_found():
     table = "| a |\n| ---: |\n| 1 |"
     assert not STAMP.match(stamps_of_tables(f"**Title**\n\n{table}")[0])

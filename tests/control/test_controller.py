@@ -154,6 +154,14 @@ def test_every_acts_at_the_first_step_and_each_nth_after():
     assert changes.tolist() == [True, False, True, False, True]
 
 
+def test_every_keeps_the_state_of_its_law_between_its_tokens():
+    action, subject = plain_action(jnp.array(START)), Every(Nudge(0.1), 2)
+    state = subject.init(action)
+    for number in range(5):
+        _, state = subject.update(signal(0.5, action.temperature), action, state)
+        assert state.controller.tolist() == [0.5 * (number // 2 + 1)] * ROWS
+
+
 @pytest.mark.parametrize("n", [0, -1, 1.5, float("inf"), float("nan")])
 def test_a_period_is_a_number_of_tokens(n):
     with pytest.raises(ValueError, match=f"n must be an integer of at least 1; got {n}"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from entropic_jax.control import chain, scheduling
+from entropic_jax.control.controller import update_rows
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.control.laws import SCHEDULES
 from entropic_jax.control.scheduling import PaperScheduling, RowLoad, Scheduling
@@ -47,6 +48,7 @@ def serve(law, load, entropies, arrived, adversary=None):
         entropy = entropy if adversary is None else adversary(state, emitting, entropy)
         last, length = jnp.where(emitting, entropy, last), length + emitting.astype(jnp.int32)
         signal = measured(runnable, emitting, entropy=last, length=length)
+        action, state = update_rows(law, signal, action, state)
         action, state = law.schedule(signal, action, state)
         return (action, state, last, length), (emitting, action.quota)
 
@@ -224,6 +226,17 @@ def test_what_found_no_page_does_not_hold_its_place():
         advanced = jnp.array([False, True]) & (action.quota > 0)  # the first never does
         action, state = update(measured([True, True], advanced), action, state)
     assert sum(turns) >= 15
+
+
+def test_the_predictor_observes_tokens_and_not_steps():
+    law, action = Scheduling(1), plain_action(jnp.ones(2))
+    state = law.init(action)
+    signal = measured([True, True], [True, False], entropy=jnp.array([2.0, 5.0]))
+    for count in (1, 2, 3):  # as in a pass that emits three
+        action, state = update_rows(law, signal, action, state)
+        assert state.predictor.num_tokens.tolist() == [count, 0]
+    _, after = law.schedule(signal, action, state)
+    chex.assert_trees_all_equal(after.predictor, state.predictor)
 
 
 def test_a_new_demand_is_found_in_any_state_and_forgets_who_left():

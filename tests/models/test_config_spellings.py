@@ -192,3 +192,16 @@ def test_longest_context(scaling, longest):
     """Qwen documents yarn with `max_position_embeddings` as it was trained."""
     raw = {**SIZES, "architectures": ["Qwen2ForCausalLM"], "rope_scaling": scaling}
     assert from_json(raw, family(raw)).longest_context == longest
+
+
+def test_a_model_type_under_which_others_publish_a_family():
+    raw = {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2"}
+    assert family(raw).model_type == "deepseek_v3" == family({"model_type": "kimi_k2"}).model_type
+    with pytest.raises(ModelError, match="model_type must be 'llama' for LlamaForCausalLM"):
+        family({"architectures": ["LlamaForCausalLM"], "model_type": "kimi_k2"})
+
+
+def test_types_of_layers_are_a_list():
+    raw = {**SIZES, "sliding_window": 4, "layer_types": 5}
+    with pytest.raises(ModelError, match="layer_types must be a list; got 5"):
+        from_json(raw, models.FAMILIES["Starcoder2ForCausalLM"])

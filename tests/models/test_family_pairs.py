@@ -49,8 +49,18 @@ CHANGES = {
 FAST = ("Llama", "int8", "off", "no drafts")
 ALL = [(family, *choices) for family, both in COMBINATIONS.items() for choices in both]
 EXHAUSTIVE = [(family, *choices) for i, family in enumerate(OTHERS) for choices in PAIRS[i % len(PAIRS)]]
+FIRST = [(family, *both[0]) for family, both in COMBINATIONS.items()]
+
+
+def mark_of(case: tuple[str, ...]) -> tuple:
+    """Each family meets one of its two combinations in CI, and Llama both."""
+    if case == FAST:
+        return ()
+    return (pytest.mark.slow,) if case in FIRST else (pytest.mark.exhaustive,)
+
+
 EACH = [
-    *(pytest.param(*case, id="-".join(case), marks=() if case == FAST else pytest.mark.slow) for case in ALL),
+    *(pytest.param(*case, id="-".join(case), marks=mark_of(case)) for case in ALL),
     *(pytest.param(*case, id="-".join(case), marks=pytest.mark.exhaustive) for case in EXHAUSTIVE),
 ]
 

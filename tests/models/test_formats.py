@@ -10,7 +10,8 @@ from safetensors.numpy import load_file
 
 from entropic_jax import models
 from entropic_jax.models import Config, ModelError, formats
-from entropic_jax.models.formats import weight_format
+from entropic_jax.models.formats import gptq, weight_format
+from entropic_jax.models.formats.settings import Settings
 from tests.models import format_writers as write
 
 # Widths are not multiples of what is read at a time, 64 rows, nor of the blocks of FP8, 128.
@@ -372,6 +373,13 @@ def read(path):
     header = {n: e for n, e in json.loads(data[8 : 8 + length]).items() if n != "__metadata__"}
     parts = {n: data[8 + length :][slice(*e["data_offsets"])] for n, e in header.items()}
     return {n: np.frombuffer(parts[n], names[e["dtype"]]).reshape(e["shape"]) for n, e in header.items()}
+
+
+def test_rules_of_gptq_that_leave_modules_out_are_what_the_tensors_say():
+    settings = Settings({"bits": 4, "dynamic": {r"-:.*lm_head.*": {}}})
+    assert gptq.GPTQ(settings).bits == 4
+    with pytest.raises(ModelError, match=r"quantization_config\.dynamic must be absent or null"):
+        gptq.GPTQ(Settings({"bits": 4, "dynamic": {r"+:.*down.*": {"bits": 8}}}))
 
 
 def test_biases_of_zeros_next_to_gptq_are_passed_over(plain, tmp_path):

@@ -4,6 +4,7 @@ import contextlib
 import json
 import struct
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tokenizers.trainers import BpeTrainer
 
 from entropic_jax import models
 from entropic_jax.models import Config, ModelError
+from entropic_jax.models.formats import gguf_config
 from entropic_jax.models.formats.ggml_blocks import BLOCK_TYPES
 from entropic_jax.models.gguf_tokenizer import sentencepiece
 from tests.models.weight_directories import LLAMA, in_pairs, refusal, renamed, require_same, take
@@ -259,7 +261,7 @@ def test_byte_level_tokenizer_of_gguf(pre, tmp_path):
         merges=merges,
         bos_token_id=0,
         eos_token_id=1,
-        add_bos_token=True,
+        **({} if pre == "llama-bpe" else {"add_bos_token": True}),  # which Llama 3 does without
     )
     assert actual.encode(TEXT) == [0, *backend.encode(TEXT, add_special_tokens=False).ids]
     assert actual.encode("</s>", special=False) == [1]
@@ -314,3 +316,17 @@ def test_names_of_tensors_of_gguf_are_text(directory):
         directory / "model.gguf", {"a\x1b[2J": np.ones(4, np.float32)}, {}, {"a\x1b[2J": (0, bytes(16))}
     )
     assert r"names of tensors must be at most 255 printable ASCII characters" in refusal(directory)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({}, None),
+        ({"rope.scaling.factor": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scale_linear": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+        ({"rope.scaling.factor": 4.0, "rope.scaling.type": "none"}, None),
+    ],
+)
+def test_a_scaling_without_a_type_is_linear(values, expected):
+    stated = {f"llama.{name}": value for name, value in values.items()}
+    assert gguf_config.rope_scaling(Path("model.gguf"), stated, "llama") == expected

@@ -46,7 +46,18 @@ CASES = {  # the text's configuration, that of the images, and other keys
         {**VISION, "model_type": "clip_vision_model"},
         IMAGE,
     ),
+    "LlavaNextVideo": (
+        {"model_type": "llama"},
+        {**VISION, "model_type": "clip_vision_model"},
+        {**IMAGE, "video_token_index": 91},
+    ),
+    "LlavaOnevision": (
+        {"model_type": "qwen2"},
+        {**VISION, "model_type": "siglip_vision_model"},
+        {**IMAGE, "video_token_index": 91},
+    ),
     "SmolVLM": ({"model_type": "llama"}, VISION, {"image_token_id": 90}),
+    "Idefics3": ({"model_type": "llama"}, VISION, {"image_token_id": 90}),
     "InternVL": (
         {"model_type": "qwen2"},
         {**VISION, "model_type": "internvl_vision", "image_size": [28, 28], "patch_size": [14, 14]},
@@ -121,6 +132,22 @@ def test_errors(changes, message, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         models.load(tmp_path, progress=False)
+
+
+def test_a_null_is_what_it_means_to_the_family_and_a_missing_key_to_the_tower(tmp_path):
+    def config_of(name: str, **text) -> models.Config:
+        raw = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": {**SIZES, **text}}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return read_config(tmp_path)
+
+    windowless = config_of("Mistral3", model_type="mistral", sliding_window=None)
+    assert windowless.sliding_window is None
+    assert config_of("Mistral3", model_type="mistral").sliding_window == 4096
+    for name, theta in (("Qwen2VL", 1e6), ("Qwen2_5_VL", 1e6), ("Qwen3VL", 5e5)):
+        theirs = getattr(transformers, f"{name}Config")().get_text_config()
+        ours = config_of(name)
+        assert ours.rope_theta == theta == theirs.rope_parameters["rope_theta"]
+        assert ours.rms_norm_eps == theirs.rms_norm_eps
 
 
 def test_keys_at_the_top_and_sizes_left_out(tmp_path):

@@ -26,7 +26,7 @@ PICKLES = {
     "a frozen set of them": (DOUBLED + b"q\x02(h\x02\x91.", INSTRUCTION),
     "a new object": (b"\x80\x02ccollections\nOrderedDict\n)\x81.", INSTRUCTION),
     "an object of a class": (b"(ccollections\nOrderedDict\no.", INSTRUCTION),
-    "a value of many parts": (DOUBLED + b"q\x02}X\x01\x00\x00\x00ah\x02s.", "'a' is no tensor"),
+    "a value of many parts": (DOUBLED + b"q\x02}X\x01\x00\x00\x00ah\x02s.", "'a' is not a tensor"),
     "a storage of many parts": (DOUBLED + b"q\x02Q.", "a storage must be stated by type and key"),
     "many parts as a storage's key": (
         DOUBLED + b"q\x02(h\x02ctorch\nFloatStorage\nh\x02h\x02h\x02tQ.",
@@ -40,7 +40,7 @@ PICKLES = {
         b"ctorch._utils\n_rebuild_parameter\n(" + b"N" * 17 + b"tR.",
         "a call must have at most 16 arguments",
     ),
-    "a call of a number": (b"K\x01)R.", "it calls what is no function of a tensor"),
+    "a call of a number": (b"K\x01)R.", "it calls a function that does not build a tensor"),
     "a long name": (b"}X\xe9\x03\x00\x00" + b"a" * 1001 + b"K\x01s.", KEYS),
     "items of a list": (b"]X\x01\x00\x00\x00aK\x01s.", KEYS),
 }

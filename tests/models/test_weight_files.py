@@ -79,11 +79,11 @@ def archive(data):
 TORCH_FILES = {
     "a call": (archive(pickle.dumps(Call(print, "x"))), r"it names 'builtins.print', which no tensor needs"),
     "a module": (archive(pickle.dumps(Call(shutil.rmtree, "/tmp/x"))), r"it names 'shutil.rmtree'"),
-    "a number": (archive(pickle.dumps({"a": 1})), r"'a' is no tensor"),
+    "a number": (archive(pickle.dumps({"a": 1})), r"'a' is not a tensor"),
     "an object": (archive(b"cbuiltins\nobject\n."), r"it names 'builtins.object'"),
     "attributes": (archive(b"ccollections\nOrderedDict\n}b."), r"only a dict may have attributes"),
     "half a pickle": (archive(b"(dp0\nV"), r"it cannot be read"),
-    "a place far away": (archive(b"(dr\xff\xff\xff\x7f."), r"it holds no dict"),
+    "a place far away": (archive(b"(dr\xff\xff\xff\x7f."), r"it does not hold a dict"),
     "an array of bytes": (
         archive(b"\x96" + (2**33).to_bytes(8, "little") + b"."),
         r"it holds an array of bytes",
@@ -113,6 +113,14 @@ def test_a_tensor_does_not_end_behind_its_storage(directory):
             data = source.read(entry)
             target.writestr(entry.filename, data[:8] if "/data/" in entry.filename else data)
     assert "a tensor ends behind its storage" in refusal(directory)
+
+
+def test_a_tensor_is_not_larger_than_its_storage(directory):
+    """Strides of 0 would let a file of any size claim the memory of a large one."""
+    torch = pytest.importorskip("torch")
+    take(directory)
+    torch.save({"a": torch.ones(1).expand(1000)}, directory / "pytorch_model.bin")
+    assert "a tensor is larger than its storage" in refusal(directory)
 
 
 def test_a_variant(directory):

@@ -20,10 +20,19 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rich.console import Console
+
+from benchmarks.harness import provenance
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results" / "kernels-roofline.json"
 BEGIN, END = "<!-- roofline: written by python -m tests.pallas.roofline -->", "<!-- end of roofline -->"
+KERNEL = "entropic_jax/pallas/paged_attention"
+MEASURED_CODE = (
+    *(f"{KERNEL}/{name}.py" for name in ("tpu", "tpu_softmax", "tpu_tile", "split_kv")),
+    "tests/pallas/roofline.py",
+)
 PAGE = 128  # positions
 HEAD_DIMS = (128, 64)
 LISTS = (512, 2048, 8192)  # positions of a list
@@ -155,7 +164,8 @@ def measure() -> dict[str, Any]:
             pages = min(tpu.CHUNK_BYTES // bytes_of_page(head_dim), 64) // block * block
             sizes = dict(unrolled=tpu.UNROLLED, block=block, together=tpu.TOGETHER, pages=pages, copies=2)
             counted[f"{chip}-{head_dim}"] = count(dump.read_text("utf-8"), sizes)._asdict()
-    return {"libtpu": importlib.metadata.version("libtpu"), "counts": counted}
+    run = provenance.describe_run(Console(stderr=True))
+    return {"run": run, "libtpu": importlib.metadata.version("libtpu"), "counts": counted}
 
 
 def bytes_of_page(head_dim: int) -> int:
@@ -200,7 +210,8 @@ def table(stored: dict[str, Any]) -> str:
         lines.append([*row, *(f"{100 * shares[chip, int(head_dim), n]:.0f} %" for n in LISTS)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     note = f"Counted with libtpu {stored['libtpu']}, bfloat16, pages of {PAGE}."
-    return f"{BEGIN}\n\n{text}\n\n{note}\n\n{END}"
+    stamp = f"*{provenance.stamp([stored['run']], MEASURED_CODE)}*"
+    return f"{BEGIN}\n\n{stamp}\n\n{text}\n\n{note}\n\n{END}"
 
 
 def main() -> None:

@@ -20,7 +20,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", str(max(4, os.cpu_count() or 1)))  # see tests/conftest.py
 
 import pytest
+from rich.console import Console
 
+from benchmarks.harness import provenance
 from entropic_jax.pallas.paged_attention import cases as paged_cases
 from entropic_jax.pallas.topk_entropy import cases as topk_cases
 
@@ -41,6 +43,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "kernels.md"
 RESULTS = ROOT / "benchmarks" / "results" / "kernels-proof.json"
 BEGIN, END = "<!-- proof: written by python -m tests.pallas.table -->", "<!-- end of proof -->"
+MEASURED_CODE = ("entropic_jax/pallas", "tests/pallas")
 TPU = ("TPU interpreted", *GENERATIONS)
 GPU = ("GPU interpreted", "sm_90a")
 COLUMNS = (*TPU, *GPU, "ran on hardware")
@@ -150,20 +153,26 @@ def attempt(call: Callable[[], Any]) -> str:
         call()
     except NotImplementedError as declined:
         return f"declines: {declined}"
+    except AssertionError as failed:
+        return f"fails: {_first_line(failed)}"
     except Exception as error:  # an entry of the table, not the end of it
-        return f"fails: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"fails: {type(error).__name__}: {_first_line(error)}"
     return YES
 
 
-def measure(results: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Try everything that has no result yet. Returns the results by operation, case and column."""
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def measure(stored: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Try what has no result yet. Returns the run, and its results by operation, case and column."""
     for operation, case, column, call in trials():
-        cells = results.setdefault(operation, {}).setdefault(case, {})
+        cells = stored["operations"].setdefault(operation, {}).setdefault(case, {})
         if column not in cells:
             cells[column] = attempt(call)
             say(f"{operation} {case} {column}: {cells[column]}")
-            RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    return results
+            RESULTS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return stored
 
 
 def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
@@ -177,12 +186,17 @@ def on_hardware(folder: Path = RESULTS.parent) -> dict[tuple[str, str], str]:
     return {case: f"{YES}: {', '.join(devices)}" for case, devices in ran.items()}
 
 
-def table(results: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
-    """The table and its notes, as a section of the document."""
+def table(stored: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
+    """The table and its notes, as a section of the document.
+
+    Args:
+        stored: the results of a run; see `measure`.
+        ran: what ran on hardware; see `on_hardware`.
+    """
     reasons: list[str] = []
     header = ["operation", "case", *COLUMNS]
     lines = [header, ["---"] * len(header)]
-    for operation, cases in results.items():
+    for operation, cases in stored["operations"].items():
         for case, cells in cases.items():
             row = [operation, case]
             for column in COLUMNS[:-1]:
@@ -190,7 +204,8 @@ def table(results: dict[str, Any], ran: dict[tuple[str, str], str]) -> str:
             lines.append([*row, ran.get((operation, case), NO)])
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     notes = "\n".join(f"- [{number}] {reason}" for number, reason in enumerate(reasons, 1))
-    return f"{BEGIN}\n\n{text}\n\n{notes}\n\n{END}".replace("\n\n\n", "\n")
+    stamp = f"*{provenance.stamp([stored['run']], MEASURED_CODE)}*"
+    return f"{BEGIN}\n\n{stamp}\n\n{text}\n\n{notes}\n\n{END}".replace("\n\n\n", "\n")
 
 
 def _cell(verdict: str | None, reasons: list[str]) -> str:
@@ -216,10 +231,13 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="from the stored results; tries nothing")
     parser.add_argument("--resume", action="store_true", help="tries what is not among the stored results")
     options = parser.parse_args()
-    results = json.loads(RESULTS.read_text("utf-8")) if options.show or options.resume else {}
+    if options.show or options.resume:
+        stored = json.loads(RESULTS.read_text("utf-8"))
+    else:
+        stored = {"run": provenance.describe_run(Console(stderr=True)), "operations": {}}
     if not options.show:
-        results = measure(results, lambda line: print(line, flush=True))
-    write(table(results, on_hardware()))
+        stored = measure(stored, lambda line: print(line, flush=True))
+    write(table(stored, on_hardware()))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ SHAPES = (
     cases.Case(3, 1, 7, 32, 16, 6, kept=0.5, window=True),
     cases.Case(2, 2, 1, 16, 4, 9, kept=0.7),
     cases.Case(2, 1, 3, 128, 256, 6, window=True),
-    cases.Case(3, 2, 17, 64, 32, 6, kept=0.5, window=True),
+    cases.Case(3, 2, 17, 96, 32, 6, kept=0.5, window=True),
 )
 
 

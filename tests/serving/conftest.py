@@ -209,5 +209,5 @@ def real():
     pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
     from .real_server import real_server
 
-    with real_server() as live:
+    with real_server(directory=EMBEDDED) as live:
         yield live

@@ -14,9 +14,9 @@ from entropic_jax.serving.cli import parser
 from entropic_jax.serving.commands import serve
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.options import lora
-from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import RequestError
 from tests.lora_adapters import write_adapter
+from tests.shallow_model import shallow_model
 
 from .live import refused
 from .real_server import real_server
@@ -160,8 +160,8 @@ def test_entries_of_lora_modules_are_checked(entry, capsys):
 
 @pytest.fixture(scope="module")
 def embedded_adapters(tmp_path_factory) -> Path:
-    """Two adapters of the embedded model."""
-    root, model = tmp_path_factory.mktemp("embedded"), models.load(EMBEDDED, progress=False)
+    """Two adapters of the model of `real_server`."""
+    root, model = tmp_path_factory.mktemp("adapters"), models.load(shallow_model(), progress=False)
     for seed, name in enumerate("ab"):
         write_adapter(root / name, model, seed, rank=2, size=0.15)
     return root
@@ -191,12 +191,14 @@ def test_a_server_answers_under_adapters(embedded_adapters):
         message = refused(post(live, "/v1/load_lora_adapter", lora_name="c", lora_path="b"), 400)["message"]
         assert "all 2 (max_loras) are in use" in message
         assert httpx2.get(f"{live.url}/server_info").json()["engine"]["adapters"]["slots_free"] == 0
-    with LLM(max_num_seqs=4, max_model_len=256, enable_lora=True, max_loras=1, max_lora_rank=4) as llm:
-        greedy = SamplingParams(temperature=0, max_tokens=24)
+    with LLM(
+        shallow_model(), max_num_seqs=4, max_model_len=256, enable_lora=True, max_loras=1, max_lora_rank=4
+    ) as llm:
+        sampled = SamplingParams(temperature=1, seed=5, max_tokens=24)
         requests = {name: LoRARequest(name, i, root / name) for i, name in enumerate("ab", 1)}
         written = lambda prompts, adapter: [
             output.outputs[0].text
-            for output in llm.generate(prompts, greedy, lora_request=adapter, use_tqdm=False)
+            for output in llm.generate(prompts, sampled, lora_request=adapter, use_tqdm=False)
         ]
         (base,), (first,), (second,) = (
             written("def add(", adapter) for adapter in (None, requests["a"], requests["b"])

@@ -136,6 +136,11 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
             "more than 1 s to compile",
         ),
         (
+            {"prompt": "x", "structured_outputs": {"foo": 1}},
+            "structured_outputs",
+            "structured_outputs must have one of json, regex, choice, grammar, json_object; got none",
+        ),
+        (
             {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
             "structured_outputs",
             "structured_outputs must have one constraint; got 2",

@@ -40,6 +40,7 @@ def test_a_sound_machine(capsys):
         "topk_entropy.project",
         "skinny_matmul",
         "rms_norm",
+        "silu_and_mul",
         "longest_match",
         "gumbel_argmax",
         "entropy_moments",

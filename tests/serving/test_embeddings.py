@@ -108,11 +108,14 @@ def test_scores_that_a_sleep_ends(live, monkeypatch):
 
     monkeypatch.setattr(live.engine, "submit", ended)
     answer = httpx2.post(live.url + "/score", json={"text_1": "a", "text_2": "b"})
-    assert "the server ends or sleeps" in refused(answer, 503)["message"]
+    assert "the server is shutting down or going to sleep" in refused(answer, 503)["message"]
     assert answer.headers["retry-after"]
     body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4}
     answer = httpx2.post(live.url + "/v1/messages", json=body)
-    assert answer.status_code == 503 and "the server ends or sleeps" in answer.json()["error"]["message"]
+    assert (
+        answer.status_code == 503
+        and "the server is shutting down or going to sleep" in answer.json()["error"]["message"]
+    )
 
 
 def test_a_shutdown_ends_the_work(live):

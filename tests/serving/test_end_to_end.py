@@ -5,6 +5,7 @@ import json
 import pytest
 
 from entropic_jax import models
+from entropic_jax.models.text_towers import TOWERS
 
 
 @pytest.mark.slow
@@ -81,7 +82,8 @@ def test_models_describes_it_and_lists_architectures(entropic, directory, monkey
     monkeypatch.setattr("entropic_jax.serving.commands.models.EMBEDDED", Path(directory))
     status, out, _ = entropic("models")
     assert status == 0
-    embedded, architectures = out.split("\n\n")
+    embedded, architectures, towers = out.split("\n\n")
     assert embedded.startswith("embedded\n")
     assert "LlamaForCausalLM" in embedded
     assert architectures.split() == ["architectures", *sorted(models.FAMILIES)]
+    assert towers.splitlines()[1:] == [f"  {name}" for name in sorted(TOWERS)]

@@ -13,14 +13,16 @@ from entropic_jax import LLM, RequestOutput, SamplingParams
 from entropic_jax.serving.cli import main
 from entropic_jax.serving.llm.prompts import conversations_of, prompts_of
 from entropic_jax.serving.request.transcript import TRACE_FIELDS
+from tests.shallow_model import shallow_model
 
 SIZES = dict(max_num_seqs=4, max_model_len=256)
+DRAFTS = dict(speculative_config={"method": "auto", "num_speculative_tokens": 3})  # few sizes of passes
 PROMPTS = ["def add(a, b):", "import os", "class Stack:", "x = [", "for i in", "print(", "return", "# The"]
 
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(seed=0, **SIZES) as llm:
+    with LLM(shallow_model(), seed=0, **SIZES, **DRAFTS) as llm:
         yield llm
 
 
@@ -80,7 +82,7 @@ def test_the_engine_says_what_it_has_done(llm):
 @pytest.mark.slow
 def test_the_tokens_are_those_of_the_command_line(llm, capsys):
     flags = ["--max-tokens", "24", "--temperature", "0.7", "--top-p", "0.9", "--seed", "5", "--json"]
-    assert main(["generate", "--prompt", PROMPTS[0], *flags]) == 0
+    assert main(["generate", "--model", str(shallow_model()), "--prompt", PROMPTS[0], *flags]) == 0
     expected = json.loads(capsys.readouterr().out)
     defaults = llm.get_default_sampling_params()  # which the command line takes, too
     params = dataclasses.replace(defaults, max_tokens=24, temperature=0.7, top_p=0.9, seed=5)
@@ -95,7 +97,7 @@ def test_a_seed_of_the_object_repeats_what_it_draws():
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     runs = []
     for _ in range(2):
-        with LLM(preset="off", seed=7, max_num_seqs=1, max_model_len=256) as llm:
+        with LLM(shallow_model(), preset="off", seed=7, max_num_seqs=1, max_model_len=256) as llm:
             first, second = llm.generate(["import"] * 2, params)
             (later,) = llm.generate("import", params)
             runs.append([x.outputs[0].token_ids for x in (first, second, later)])
@@ -290,7 +292,7 @@ def test_an_interrupt_leaves_the_engine_usable(llm, monkeypatch):
 
 
 def test_a_failed_engine_is_reported(monkeypatch):
-    with LLM(seed=0, **SIZES) as llm:
+    with LLM(shallow_model(), seed=0, **SIZES) as llm:
 
         def fail():
             raise ZeroDivisionError("on purpose")
@@ -315,11 +317,11 @@ def test_no_package_of_the_server_is_imported():
 
 def test_allowed_tokens_and_bad_words(llm):
     greedy = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-    plain = llm.generate("import os", greedy)[0].outputs[0]
+    plain = llm.generate("import ", greedy)[0].outputs[0]
     tokens = sorted({*plain.token_ids[2:], 300, 301})
-    (output,) = llm.generate("import os", dataclasses.replace(greedy, allowed_token_ids=tokens))
+    (output,) = llm.generate("import ", dataclasses.replace(greedy, allowed_token_ids=tokens))
     assert set(output.outputs[0].token_ids) <= set(tokens) and len(output.outputs[0].token_ids) == 6
     word = llm.get_tokenizer().decode(plain.token_ids[1:2], skip_special=False)
-    (output,) = llm.generate("import os", dataclasses.replace(greedy, bad_words=[word]))
+    (output,) = llm.generate("import ", dataclasses.replace(greedy, bad_words=[word]))
     assert output.outputs[0].token_ids[0] == plain.token_ids[0]
     assert plain.token_ids[1] not in output.outputs[0].token_ids

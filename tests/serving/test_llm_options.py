@@ -65,6 +65,16 @@ def test_options_that_are_refused(options, error, message):
         ({"batch_invariant": 0}, "batch_invariant must be true or false; got 0"),
         ({"clarification": 3, "preset": "entropix"}, "clarification must be a string; got 3"),
         ({"clarification": "x"}, "clarification needs the preset entropix; got the preset meso"),
+        (
+            {"num_speculative_tokens": 3, "speculative_config": {"method": "ngram"}},
+            "num_speculative_tokens must not be set together with speculative_config; got 3",
+        ),
+        ({"kv_cache_memory_bytes": "x"}, "kv_cache_memory_bytes must be .*; got 'x'"),
+        ({"lora_modules": "x", "enable_lora": True}, "lora_modules must be a list of LoRAModule; got 'x'"),
+        (
+            {"lora_modules": (("a", "/x"),), "enable_lora": True},
+            "lora_modules must be a list of LoRAModule; got",
+        ),
     ],
 )
 def test_engine_options_that_are_refused_by_name(options, message):

@@ -11,6 +11,8 @@ import pytest
 
 from entropic_jax import LLM
 from entropic_jax.serving.cli import main
+from tests.compilation import virtual_devices
+from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -116,14 +118,14 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-def test_two_kv_heads_on_up_to_eight_devices_give_the_same_tokens(directory, tmp_path):
+def test_two_kv_heads_on_eight_devices_give_the_same_tokens(directory, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FEWER_KV_HEADS, directory, str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=1200,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
+        env={**os.environ, "XLA_FLAGS": virtual_devices(8)},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
@@ -143,11 +145,12 @@ SCRIPT = """
 import json, sys
 from entropic_jax import LLM, SamplingParams
 
+(directory,) = sys.argv[1:]
 answers = []
 for size in (1, 2):
     # Pages for less than the two sequences that run at once, so that one of them is preempted.
     options = dict(max_num_seqs=2, max_model_len=128, block_size=16, num_pages=7)
-    with LLM(preset="full-lossy", seed=0, tensor_parallel_size=size, **options) as llm:
+    with LLM(directory, preset="full-lossy", seed=0, tensor_parallel_size=size, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n", "class A"]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.7, ignore_eos=True))
     answers.append([output.outputs[0].token_ids for output in outputs])
@@ -157,9 +160,9 @@ print(json.dumps(answers))
 
 @pytest.mark.slow
 def test_an_engine_on_two_devices_gives_the_answers_of_one():
-    environment = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = {**os.environ, "XLA_FLAGS": virtual_devices(2)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT, str(shallow_model())],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -218,7 +221,7 @@ def generated(directory, tmp_path_factory):
         capture_output=True,
         text=True,
         timeout=1200,
-        env={**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"},
+        env={**os.environ, "XLA_FLAGS": virtual_devices(2)},
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)

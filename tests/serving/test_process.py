@@ -137,7 +137,7 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         assert server.end(signal.SIGTERM) == 0
         assert time.monotonic() - start < 6
         assert server.lines[-1]["message"] == "stopped" and server.lines[-1]["forced"]
-        assert server.lines[-1]["seconds_left"] > 0.25
+        assert server.lines[-1]["seconds_left"] > 0
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,8 @@ def tokens_of(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("preset", "processes", "devices"), [("full-lossy", 2, 1), ("meso", 2, 1), ("off", 4, 1)]
+    ("preset", "processes", "devices"),
+    [("full-lossy", 2, 1), ("meso", 2, 1), pytest.param("off", 4, 1, marks=pytest.mark.exhaustive)],
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
     stated = {"preset": preset} | ({"num_speculative_tokens": 3} if preset == "meso" else {})

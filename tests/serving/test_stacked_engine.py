@@ -1,14 +1,18 @@
 """An engine whose programs scan over layers gives the tokens of one whose programs are unrolled."""
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from entropic_jax.models.layer_stack import VARIABLE
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
+from entropic_jax.serving.engine.follower import identity_of
 from entropic_jax.serving.engine.start import start
+from entropic_jax.serving.offline import generation
 from entropic_jax.serving.options.control_options import Control
+from entropic_jax.serving.request import Request
 from tests.serving.test_engine import copies_no_pool, crowd, engine_request, nothing_is_left, prompt, run
 
 OPTIONS: dict[str, Any] = dict(max_num_seqs=4, block_size=4, max_steps=4, warmup="none", dtype="float32")
@@ -56,3 +60,23 @@ def test_an_engine_with_adapters_is_unrolled_and_says_so(directory, monkeypatch,
     assert isinstance(engine.scheduler.device_state.state.cache.layers, tuple)
     engine.close()
     assert "layers are unrolled, not scanned, in programs of a model with adapters" in caplog.text
+
+
+@pytest.mark.slow
+def test_without_a_server_a_draft_model_and_its_target_are_scanned(directory, monkeypatch):
+    request, results = Request(prompt=prompt(30, 1), max_tokens=12, temperature=0.0, ignore_eos=True), []
+    for layers in ("unrolled", "scanned"):
+        monkeypatch.setenv(VARIABLE, layers)
+        generator: Any = generation.load(Path(directory), "float32", speculate=directory)
+        both = generator.model.target, generator.model.draft
+        assert [model.stacked for model in both] == [layers == "scanned"] * 2
+        results.append(next(iter(generator.batch([request]))).token_ids)
+    assert results[0] == results[1] and len(results[0]) == 12
+
+
+def test_processes_must_agree_on_the_form_of_layers(directory, monkeypatch):
+    identities = []
+    for layers in ("unrolled", "scanned"):
+        monkeypatch.setenv(VARIABLE, layers)
+        identities.append(identity_of(Path(directory), EngineOptions()))
+    assert {name for name in identities[0] if identities[0][name] != identities[1][name]} == {VARIABLE}

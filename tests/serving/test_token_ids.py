@@ -6,6 +6,7 @@ import pytest
 
 from entropic_jax import LLM, SamplingParams
 from tests.serving.test_llm import SIZES
+from tests.shallow_model import shallow_model
 
 OPTIONS = {"--stop-token-ids": "{}", "--logit-bias": "{}=1.5"}
 
@@ -40,7 +41,7 @@ def test_a_line_of_a_batch_with_such_a_token_id_fails_alone(entropic, directory,
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(seed=0, **SIZES) as llm:
+    with LLM(shallow_model(), seed=0, **SIZES) as llm:
         yield llm
 
 

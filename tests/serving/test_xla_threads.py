@@ -85,9 +85,9 @@ def test_experts_and_missing_models_keep_the_threads(limited, tmp_path):
 
 def test_attention_with_a_soft_cap_is_not_native():
     (spec, *_) = models.decoder.blocks(models.Config(architecture="LlamaForCausalLM", **SIZES))
-    assert xla_threads.is_native(spec.attention)
-    assert not xla_threads.is_native(dataclasses.replace(spec.attention, soft_cap=30.0))
-    assert not xla_threads.is_native(dataclasses.replace(spec.attention, sinks=True))
+    assert xla_threads.has_cpu_kernel(spec.attention)
+    assert not xla_threads.has_cpu_kernel(dataclasses.replace(spec.attention, soft_cap=30.0))
+    assert not xla_threads.has_cpu_kernel(dataclasses.replace(spec.attention, sinks=True))
 
 
 def test_the_command_line_reads_the_variable_before_jax_does():

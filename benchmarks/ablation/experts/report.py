@@ -10,6 +10,8 @@ from ...harness.tables import Table
 MEASURED_CODE = (
     "entropic_jax/methods/expert_selection.py",
     "entropic_jax/phases/expert_reader.py",
+    "entropic_jax/state/ledger.py",
+    "models/decoder.py",
     "models/experts.py",
     "benchmarks/ablation/experts/gains.py",
     "benchmarks/ablation/experts/measure.py",

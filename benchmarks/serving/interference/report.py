@@ -1,6 +1,5 @@
 """Tables of the interference benchmark."""
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,6 +44,16 @@ def verdicts(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     ]
 
 
+def _statuses(answers: dict[str, dict[str, int]]) -> str:
+    """How many requests of each kind were answered with each status.
+
+    >>> _statuses({"schemas": {"400": 5}, "texts": {"200": 28, "429": 2}})
+    'schemas: 5 × 400; texts: 28 × 200, 2 × 429'
+    """
+    of_kind = lambda counts: ", ".join(f"{count} × {status}" for status, count in counts.items())
+    return "; ".join(f"{kind}: {of_kind(counts)}" for kind, counts in answers.items())
+
+
 def tables(results: dict[str, Any]) -> list[Table]:
     """Latencies of small requests, and of texts while long prompts are read, in milliseconds."""
     arms = results["arms"]
@@ -54,7 +63,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
     if "alone" in (measured := arms.get(CHUNKED, {})):
         answers = measured["hard input"]
         small = [["alone", *cells(measured["alone"]), ""]]
-        small += [["beside hard input", *cells(measured["beside"]), json.dumps(answers)]]
+        small += [["beside hard input", *cells(measured["beside"]), _statuses(answers)]]
         shown.append(("Milliseconds of a small request", ["", *header, "answers to hard input"], small))
     kinds = ("pauses while reading", "other pauses", "first token", "long prompts")
     rows = [[name, kind, *cells(arm[kind])] for name, arm in arms.items() for kind in kinds]
@@ -65,7 +74,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
             name,
             f"{rate * arm['within bounds']:.2f} of {rate:g}",
             f"{level(arm['pauses while reading'], 99) / level(arm['pauses while reading'], 50):.2f}",
-            json.dumps(arm["failed"]),
+            ", ".join(f"{count} × {kind}" for kind, count in arm["failed"].items()) or "none",
         ]
         for name, arm in arms.items()
     ]

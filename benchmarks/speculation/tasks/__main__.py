@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, help="requests of each schema and tool in a round (6)")
     parser.add_argument("--rows", help="requests of JSON and tool calls at a time (1,8)")
     parser.add_argument("--rounds", type=int, help="measurements of JSON and tool calls (7)")
+    parser.add_argument("--tokens", type=int, help="tokens of JSON or a tool call, at most (768)")
     parser.add_argument("--threads", type=int, default=2, help="cores")
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
@@ -43,6 +44,7 @@ def main() -> None:
     options.requests = options.requests or (1 if quick else 6)
     options.rows = [int(n) for n in (options.rows or ("1,2" if quick else "1,8")).split(",")]
     options.rounds = options.rounds or (1 if quick else 7)
+    options.tokens = options.tokens or (64 if quick else 768)
     measure_and_publish(NAME, report, measure.run, options)
 
 

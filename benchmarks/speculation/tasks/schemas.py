@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 SCHEMA, UNBOUNDED, TOOL = "JSON by schema", "JSON, strings without bounds", "tool call"
 KINDS = (SCHEMA, UNBOUNDED, TOOL)
 TEMPERATURE = 0.7
-MOST_TOKENS = 768  # of an answer
 
 
 class StructuredTask(NamedTuple):
@@ -20,9 +19,14 @@ class StructuredTask(NamedTuple):
     name: str
     body: dict[str, Any]  # fields of a chat completion
 
-    def request(self, seed: int) -> dict[str, Any]:
-        """The body of a chat completion."""
-        return {**self.body, "temperature": TEMPERATURE, "max_tokens": MOST_TOKENS, "seed": seed}
+    def request(self, seed: int, max_tokens: int) -> dict[str, Any]:
+        """The body of a chat completion.
+
+        Args:
+            seed: the seed of the request.
+            max_tokens: tokens of the answer, at most.
+        """
+        return {**self.body, "temperature": TEMPERATURE, "max_tokens": max_tokens, "seed": seed}
 
 
 def string(longest: int) -> dict[str, Any]:

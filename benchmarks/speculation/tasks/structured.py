@@ -22,7 +22,7 @@ from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.llm.options import read_options
 from entropic_jax.serving.options.compilation_cache import remember_compilations
 
-from .schemas import KINDS, MOST_TOKENS, StructuredTask, structured_tasks
+from .schemas import KINDS, StructuredTask, structured_tasks
 
 CONTEXT = 2048  # positions of a row
 WARMING_ROUNDS = 2  # which fill the prefix caches and compile what is compiled when it is needed
@@ -75,17 +75,18 @@ def front_ends(model: Path, rows: int) -> Iterator[dict[str, Frontend]]:
             engine.close()
 
 
-def engine_request(frontend: Frontend, task: StructuredTask, seed: int) -> EngineRequest:
+def engine_request(frontend: Frontend, task: StructuredTask, seed: int, max_tokens: int) -> EngineRequest:
     """The engine request of a task, with its grammar, as the server makes it.
 
     Args:
         frontend: whose model writes the prompt.
         task: the task.
         seed: the seed of the request.
+        max_tokens: tokens of the answer, at most.
     """
-    body = ChatBody.model_validate(task.request(seed))
+    body = ChatBody.model_validate(task.request(seed, max_tokens))
     prompt = frontend.model.encode(prompt_of(frontend, body), special=False, rendered=True)
-    requests = requests_of(frontend, body, prompt, 1, MOST_TOKENS)
+    requests = requests_of(frontend, body, prompt, 1, max_tokens)
     (request,) = engine_requests_of(frontend, body, requests, f"{task.name}-{seed}", None)
     return request
 
@@ -128,7 +129,10 @@ def _cell(
         first = SEEDS * (round_number + WARMING_ROUNDS)
         texts: dict[str, list[list[int]]] = {}
         for name in list(arms) if round_number % 2 else list(arms)[::-1]:
-            requests = [engine_request(arms[name], tasks[i % len(tasks)], first + i) for i in range(number)]
+            requests = [
+                engine_request(arms[name], tasks[i % len(tasks)], first + i, options.tokens)
+                for i in range(number)
+            ]
             texts[name], seconds, reasons, counted = run(arms[name].engine, requests, rows)
             if round_number >= 0:
                 rounds[name].append((counted["tokens"], seconds))

@@ -80,9 +80,12 @@ class Trace(Answer):
     token_ids: list[int]
     text: list[str]
     entropy: list[float | None]
+    tempered_entropy: list[float | None]
     temperature: list[float | None]
     kept_fraction: list[float | None]
     surprisal: list[float | None]
+    entropic_time: list[float | None]
+    dropped_mass_limit: list[float | None]
     from_draft: list[float | None]  # 1 where the token was drafted and accepted
 
 

@@ -133,6 +133,11 @@ class SamplingBody(SamplingFields):
         if self.structured_outputs is not None:
             constraints = self.structured_outputs
             formats += [v is not None and v is not False for _, v in constraints]
+            if not any(formats[1:]):
+                message = (
+                    f"structured_outputs must have one of {', '.join((*GUIDED, 'json_object'))}; got none"
+                )
+                raise conflict("structured_outputs", message)
         if sum(formats[1:]) > 1:
             message = f"structured_outputs must have one constraint; got {sum(formats[1:])}"
             raise conflict("structured_outputs", message)

@@ -66,4 +66,4 @@ def _load(frontend: Frontend, folder: Path, body: LoadAdapterBody) -> None:
         try:
             frontend.engine.load_adapter(body.lora_name, str(directory))
         except RuntimeError as error:
-            raise FrontendError(503, f"the engine is not able: {error}", retry_after=RETRY) from error
+            raise FrontendError(503, f"the adapter cannot be loaded: {error}", retry_after=RETRY) from error

@@ -93,4 +93,6 @@ def cuts_call(last: Delta, parser: MessageParser | None) -> bool:
 def check_ended(delta: Delta) -> None:
     """FrontendError for a message that was cut off by the end of the server, or by its sleep."""
     if delta.finish_reason == "abort":
-        raise FrontendError(503, "the server ends or sleeps; the message was cut off", retry_after=RETRY)
+        raise FrontendError(
+            503, "the message was cut off: the server is shutting down or going to sleep", retry_after=RETRY
+        )

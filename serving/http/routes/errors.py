@@ -61,7 +61,13 @@ UNREADABLE = "There was an error parsing the body"  # what FastAPI says where Py
 PROMPT = "be a string, a list of token ids, or a list of these, none of them empty"
 OR_INFINITY = " (or -inf)"
 NESTED = ("entropic", "stream_options", "structured_outputs")  # objects whose fields are named in messages
-LISTS = ("messages", "input", "system", "tools")  # errors in them name the place, as messages.0.role
+LISTS = (
+    "messages",
+    "input",
+    "system",
+    "tools",
+    "documents",
+)  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
 SHOULD = re.compile(r"^(\w+ should |Value error, must )")  # how Pydantic begins most messages
 COUNTED = re.compile(r"(?: after validation)?, not \d+$")  # how it ends those about lengths

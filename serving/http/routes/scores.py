@@ -167,7 +167,7 @@ async def _mean_logprobs(
     for delta, length in zip(deltas, lengths, strict=True):
         logprobs = [token.logprob for token in delta.prompt[-length:]]
         if len(logprobs) < length or None in logprobs:
-            message = "the server ends or sleeps; not all scores were computed"
+            message = "not all scores were computed: the server is shutting down or going to sleep"
             raise FrontendError(503, message, retry_after=RETRY)
         means.append(sum(logprob or 0.0 for logprob in logprobs) / length)
     return means

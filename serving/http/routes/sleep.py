@@ -75,5 +75,5 @@ async def _done(begin: Callable[[], "Future[None]"]) -> None:
     except (RuntimeError, asyncio.CancelledError) as error:
         if (task := asyncio.current_task()) is not None and task.cancelling():
             raise
-        message = f"the engine is not able: {str(error) or 'it has stopped'}"
+        message = f"the engine cannot take requests: {str(error) or 'it has stopped'}"
         raise FrontendError(503, message, retry_after=RETRY) from None
