@@ -92,7 +92,8 @@ def test_first_run_installs_and_the_second_hands_over_at_once(project):
 def test_tests_need_one_more_extra_and_run_in_the_root(project):
     run(project, "generate")
     status, out, _ = run(project, "test", "-k", "x y")
-    assert (status, out) == (0, f"pytest in {project}: -n auto --maxprocesses 8 --dist loadfile -k x y\n")
+    options = "-n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder"
+    assert (status, out) == (0, f"pytest in {project}: {options} -k x y\n")
     assert installs(project)[-1].endswith(f"--editable {project}[dev,serve]")
     run(project, "generate")
     run(project, "test")

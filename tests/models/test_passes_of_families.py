@@ -22,6 +22,14 @@ TOLERANCE = 2e-4
 FAMILIES = ("Llama4", "Gemma2", "GptOss", "DeepseekV3", "SmolLM3")
 FAST = "Llama4"
 EACH = [pytest.param(f, marks=() if f == FAST else pytest.mark.slow) for f in FAMILIES]
+IN_CI = {("Llama4", "full"), ("DeepseekV3", "off")}
+DRAFTED = [
+    pytest.param(
+        family, preset, marks=pytest.mark.slow if (family, preset) in IN_CI else pytest.mark.exhaustive
+    )
+    for family in FAMILIES
+    for preset in ("off", "full")
+]
 SPLITS = {
     "chunked prefill": (20, 30, 7),
     "verify": (13, 5, 3, 8, 1, 5, 3, 1, 5, 8, 5),
@@ -70,7 +78,9 @@ def test_logits_do_not_depend_on_passes(family):
         np.testing.assert_allclose(logits_of(model, split), expected, atol=TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f == FAST else pytest.mark.exhaustive) for f in FAMILIES]
+)
 def test_quantised_pages_are_near(family):
     model = random_model(family)
     expected = logits_of(model, (LENGTH,))
@@ -78,8 +88,7 @@ def test_quantised_pages_are_near(family):
     assert 0 < error.mean() < 0.05 * np.abs(expected).mean()
 
 
-@pytest.mark.parametrize("preset", [pytest.param("off", marks=pytest.mark.slow), "full"])
-@pytest.mark.parametrize("family", EACH)
+@pytest.mark.parametrize(("family", "preset"), DRAFTED)
 def test_drafts_change_no_token(family, preset):
     """Rows of other lengths, with drafts of which half are wrong."""
     model, rng = random_model(family), np.random.default_rng(1)
