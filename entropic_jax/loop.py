@@ -20,7 +20,7 @@ from .phases.batch import gather_active, record, record_text, scatter
 from .phases.emission import emit
 from .phases.forward import decode, decode_cost
 from .phases.prefill import PrefillChunk, launch_prefill, prefill, start
-from .phases.start_check import CheckedProgram, check_generated, check_replayed
+from .phases.start_check import CheckedProgram, check_controlled, check_generated, check_replayed
 from .speculation import (
     ControlledModel,
     Speculator,
@@ -176,6 +176,7 @@ def generate(
         The state, and the trace `[capacity, rows]`, with a speculator `[capacity · (k + 1), rows]`: the
         tokens of a row are its first ones.
     """
+    check_controlled(controller, state)
     if speculator is not None:
         check_speculation(controller, state)
 
@@ -326,6 +327,7 @@ def replay(
     Raises:
         ValueError: the tokens are no integers `[rows, steps]`, or outside the vocabulary.
     """
+    check_controlled(controller, state)
 
     def program(params, state, controller, tokens):
         def body(state, token):

@@ -47,6 +47,8 @@ ZERO_MEANS_UNSET = (
 DERIVES_LAYER_TYPES = {  # keys of families that make layer_types of something else where it is absent
     *("sliding_window_pattern", "attention_chunk_size", "max_window_layers", "no_rope_layer_interval"),
 }
+# Names of Config that transformers knows of the families that spell them in another way.
+BOTH_SPELLINGS = {"num_local_experts"}
 CAUSAL = {"is_causal": True, "use_bidirectional_attention": False}  # of every family
 
 
@@ -88,12 +90,16 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
 
 
 def with_our_names(raw: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """The keys of config.json over the family's defaults, under the names of `Config`."""
+    """The keys of config.json over the family's defaults, under the names of `Config`.
+
+    A key that is spelt as in `Config`, where the family spells it in another way, has no meaning.
+    """
     theirs = {ours: raw[name] for ours, name in family.aliases.items() if raw.get(name) is not None}
     null = {
         name for name, value in raw.items() if value is None and name not in MAY_BE_NULL
     } & family.defaults.keys()
-    return {**family.defaults, **{name: raw[name] for name in raw if name not in null}, **theirs}
+    unread = null | (family.aliases.keys() - BOTH_SPELLINGS)
+    return {**family.defaults, **{name: raw[name] for name in raw if name not in unread}, **theirs}
 
 
 def with_their_names(message: str, family: Family) -> str:

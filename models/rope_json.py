@@ -41,9 +41,13 @@ def as_object(name: str, value: Any) -> Mapping[str, Any]:
 def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """The fields of a Config that say how queries and keys are rotated."""
     objects = [as_object(name, merged.get(name)) for name in ("rope_scaling", "rope_parameters")]
+    if all(objects) and "rope_local_base_freq" in family.defaults and not is_nested(objects[0]):
+        # Beside what is stated for each kind of layer, `rope_scaling` changes the layers without a window.
+        unwindowed = as_object(f"rope_parameters.{FULL}", objects[1].get(FULL))
+        objects = [{}, {**objects[1], FULL: {**unwindowed, **objects[0]}}]
     key = "rope_scaling" if objects[0] else "rope_parameters"
     stated = objects[0] or objects[1] or family.default_rope
-    nested = stated if any(isinstance(v, Mapping) for v in stated.values()) else None
+    nested = stated if is_nested(stated) else None
     local: Mapping[str, Any] = {}
     if nested is not None:
         if "rope_local_base_freq" not in family.defaults or not {*nested} <= {FULL, SLIDING}:
@@ -82,6 +86,11 @@ def rotation(merged: Mapping[str, Any], family: Family) -> dict[str, Any]:
     read_from_here = {"partial_rotary_factor", *{"llama_4_scaling_beta"} & family.defaults.keys()}
     no_stray_keys(key, stated, kind, read_from_here)
     return result
+
+
+def is_nested(stated: Mapping[str, Any]) -> bool:
+    """Whether there is an object for each kind of layer."""
+    return any(isinstance(value, Mapping) for value in stated.values())
 
 
 def is_dynamic(stated: Mapping[str, Any]) -> bool:

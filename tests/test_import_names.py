@@ -63,7 +63,7 @@ def test_commands_load_no_second_name(decoys):
         import sys
         from entropic_jax.serving.cli import main
         assert main(["models"]) == 0
-        assert main(["generate", "--prompt", "def f(", "--max-tokens", "2", "--seed", "0"]) == 0
+        assert main(["generate", "--prompt", "def f(", "--max-tokens", "2", "--preset", "off"]) == 0
         print({SECOND_NAMES})
     """
     assert python("-c", code, cwd=decoys).splitlines()[-1] == "[]"

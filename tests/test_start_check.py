@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from entropic_jax import allocate, chain, generate, parameters, start
+from entropic_jax import allocate, chain, generate, parameters, replay, start
 from entropic_jax.attention.page_selection import Selection
+from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.state import Hardware
 from tests import tiny
 
@@ -74,6 +75,8 @@ REFUSED = {
         (5, "page_policy must be None or a page policy, such as a Selection; got 5"),
         (Selection, "page_policy must be None or a page policy, such as a Selection; got <class"),
     ],
+    "controller": [(5, "controller must have a method `init`, .*; got 5")],
+    "cache": [(5, "cache must be a Cache, as `allocate` makes it; got 5")],
     "speculator": [(5, "speculator must be None or a Speculator, .*; got 5")],
 }
 
@@ -83,10 +86,54 @@ REFUSED = {
 )
 def test_start_refuses_by_name(name, value, message):
     model = tiny.model()
-    arguments = {"prompts": [[1], [2]], "max_tokens": 4, "key": jax.random.key(0), name: value}
-    pool = allocate(model.decoder.shape, 2, 128, page_size=8)
+    arguments = {"prompts": [[1], [2]], "max_tokens": 4, "key": jax.random.key(0)}
+    arguments |= {
+        "controller": chain(),
+        "cache": allocate(model.decoder.shape, 2, 128, page_size=8),
+        name: value,
+    }
     with pytest.raises(ValueError, match=message):
-        start(model.decoder, model.params, chain(), pool, arguments.pop("prompts"), **arguments)
+        start(model.decoder, model.params, **arguments)
+
+
+def test_what_is_consumed_is_not_used_again():
+    model = tiny.model()
+    arguments = {"prompts": [[1, 3], [2]], "max_tokens": 4, "key": jax.random.key(0)}
+    pool = allocate(model.decoder.shape, 2, 128, page_size=8)
+    state = start(model.decoder, model.params, chain(), pool, **arguments)
+    with pytest.raises(ValueError, match="cache must be one that `allocate` has just made; got one that an"):
+        start(model.decoder, model.params, chain(), pool, **arguments)
+    state_again, _ = generate(model.decoder, model.params, chain(), state, 2)
+    with pytest.raises(ValueError, match="cache must be empty; got one with 2 pages granted"):
+        start(model.decoder, model.params, chain(), state_again.cache, **arguments)
+    for call in (
+        lambda: generate(model.decoder, model.params, chain(), state, 2),
+        lambda: replay(model.decoder, model.params, chain(), state, np.ones((2, 1), np.int32)),
+    ):
+        with pytest.raises(
+            ValueError, match="state must be the one that the last call returned; got one that"
+        ):
+            call()
+
+
+def test_a_state_goes_on_under_its_own_controller():
+    model = tiny.model()
+    law, started = chain(FixedPruning(0.1)), tiny.begin([[1], [2]])
+    for call in (
+        lambda: generate(model.decoder, model.params, law, started, 2),
+        lambda: replay(model.decoder, model.params, law, started, np.ones((2, 1), np.int32)),
+    ):
+        with pytest.raises(ValueError, match="controller must be the one that the state was started with"):
+            call()
+    with pytest.raises(ValueError, match=r"controller must have a method `init`, .*; got 5"):
+        generate(model.decoder, model.params, 5, started, 2)
+
+
+@pytest.mark.parametrize("tokens", [[[1], [2]], [[1, 2], [3]], "ab"])
+def test_tokens_to_replay_are_an_array(tokens):
+    model = tiny.model()
+    with pytest.raises(ValueError, match=r"tokens must be an array of shape \(2, steps\); got "):
+        replay(model.decoder, model.params, chain(), tiny.begin([[1], [2]]), tokens)
 
 
 @pytest.mark.parametrize(

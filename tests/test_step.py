@@ -15,6 +15,7 @@ from entropic_jax.loop import step, tokens_first
 from entropic_jax.state import FAILED, RUNNING, SchedulingSignal, Trace
 from entropic_jax.state.row_subset import Shared, where_rows
 from tests import tiny
+from tests.marks import exhaustive
 
 TEXTS = tiny.prompts(9, 5, 12, 7)
 PENALTIES = dict(presence_penalty=[0.0, 0.5, 0.0, 0.3], temperature=[0.0, 0.9, 0.7, 1.1])
@@ -77,7 +78,7 @@ def tokens_of(controller: Any, width: int | None, texts=TEXTS, **options: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("width", [3, *exhaustive(1)])
 def test_a_narrow_step_gives_every_row_the_tokens_of_a_wide_one(width):
     wide, _, wide_state = tokens_of(chain(), None, **PENALTIES)
     narrow, _, state = tokens_of(chain(), width, **PENALTIES)
@@ -130,7 +131,7 @@ def test_gains_per_row_go_with_their_rows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("entries", [3, 4])
+@pytest.mark.parametrize("entries", [4, *exhaustive(3)])
 def test_what_rows_share_is_not_gathered_even_if_it_is_as_long_as_the_batch(entries):
     table = np.float32([0.5, 0.75, 1.25, 1.5])[:entries]
     tokens, temperature, state = tokens_of(chain(Tabulated(table)), None)

@@ -21,6 +21,7 @@ from ..state.row_subset import RowSubset, require_rows
 from .batch import gather, scatter
 from .forward import forward
 from .start_check import (
+    check_controller_and_cache,
     check_limits,
     check_parts,
     check_prompts,
@@ -99,6 +100,7 @@ def start(
         ValueError: an argument has another type or number of rows, a token is outside the vocabulary, or a
             prompt does not fit.
     """
+    check_controller_and_cache(controller, cache)
     check_prompts(prompts, cache, decoder.shape.vocabulary)
     check_limits(max_tokens, seeds, stop, sample, len(prompts), decoder.shape.vocabulary)
     check_randomness_and_belief(key, belief_temperature)

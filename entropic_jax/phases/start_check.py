@@ -39,6 +39,61 @@ def check_prompts(prompts: Any, cache: Cache, vocabulary: int) -> None:
             )
 
 
+def check_controller_and_cache(controller: Any, cache: Any) -> None:
+    """Raises ValueError for a control law, or a cache, that `start` does not take.
+
+    Args:
+        controller: a `Controller`.
+        cache: as `allocate` makes it; nothing may be in it.
+    """
+    _check_controller(controller)
+    if not isinstance(cache, Cache):
+        raise ValueError(f"cache must be a Cache, as `allocate` makes it; got {_described(cache)}")
+    _check_unconsumed("cache", cache, "one that `allocate` has just made")
+    if _is_known(cache.granted) and np.asarray(cache.granted).any():
+        raise ValueError(f"cache must be empty; got one with {np.asarray(cache.granted).sum()} pages granted")
+
+
+def _check_controller(controller: Any) -> None:
+    """Raises ValueError for what cannot be a `Controller`."""
+    if not _has_methods(controller, "init"):
+        raise ValueError(
+            f"controller must have a method `init`, as `chain()` has; got {_described(controller)}"
+        )
+
+
+def _check_unconsumed(name: str, value: Any, accepted: str) -> None:
+    """Raises ValueError for arrays that an earlier call has consumed.
+
+    Args:
+        name: the name of the argument.
+        value: a pytree of arrays.
+        accepted: which one must be given.
+    """
+    arrays = (x for x in jax.tree.leaves(value) if isinstance(x, jax.Array))
+    if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays):
+        raise ValueError(f"{name} must be {accepted}; got one that an earlier call has consumed")
+
+
+def check_controlled(controller: Any, state: Any) -> None:
+    """Raises ValueError for a state that was not started with such a controller.
+
+    Args:
+        controller: the control law.
+        state: the loop's state.
+    """
+
+    def shapes(tree: Any) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        return structure, [(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+
+    if shapes(jax.eval_shape(controller.init, state.action)) != shapes(state.control):
+        raise ValueError(
+            "controller must be the one that the state was started with, but for its gains; "
+            f"got {controller!r:.200}"
+        )
+
+
 def check_limits(max_tokens: Any, seeds: Any, stop: Any, sample: Any, rows: int, vocabulary: int) -> None:
     """Raises ValueError for an argument of another type, of another number of rows, or out of range.
 
@@ -208,16 +263,22 @@ class CheckedProgram:
         self.check(**bound.arguments)
 
 
-def check_generated(*, steps: Any, capacity: Any, width: Any, speculator: Any, **others: Any) -> None:
-    """Raises ValueError for sizes, or a speculator, that `generate` does not take.
+def check_generated(
+    *, controller: Any, state: Any, steps: Any, capacity: Any, width: Any, speculator: Any, **others: Any
+) -> None:
+    """Raises ValueError for sizes, a state, a law or a speculator that `generate` does not take.
 
     Args:
+        controller: the control law.
+        state: the loop's state, which no call has consumed.
         steps: as `generate` takes it, like the others.
         capacity: steps of the trace.
         width: computed rows of a step, or None.
         speculator: a `Speculator`, or None.
         **others: not checked.
     """
+    _check_controller(controller)
+    _check_unconsumed("state", state, "the one that the last call returned")
     if _is_known(steps):
         check_integer("steps", steps, 0, LARGEST_INT)
     elif not is_integer(steps):
@@ -248,16 +309,21 @@ def check_integer(name: str, value: Any, low: int, high: int) -> None:
         raise ValueError(f"{name} must be an integer between {low} and {high}; got {value!r:.200}")
 
 
-def check_replayed(*, decoder: Any, state: Any, tokens: Any, **others: Any) -> None:
+def check_replayed(*, decoder: Any, controller: Any, state: Any, tokens: Any, **others: Any) -> None:
     """Raises ValueError unless tokens to replay are integers `[rows, steps]`, each in the vocabulary.
 
     Args:
         decoder: the model's pure functions.
+        controller: the control law.
         state: the loop's state.
         tokens: the array.
         **others: not checked.
     """
+    _check_controller(controller)
+    _check_unconsumed("state", state, "the one that the last call returned")
     rows, vocabulary = state.length.shape[0], decoder.shape.vocabulary
+    if not isinstance(tokens, (np.ndarray, jax.Array)):
+        raise ValueError(f"tokens must be an array of shape ({rows}, steps); got {tokens!r:.200}")
     shape, dtype = jnp.shape(tokens), jnp.result_type(tokens)
     if len(shape) != 2 or shape[0] != rows or not jnp.issubdtype(dtype, jnp.integer):
         raise ValueError(f"tokens must be integers of shape ({rows}, steps); got {dtype} of shape {shape}")

@@ -24,6 +24,7 @@ from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules, ref
 from entropic_jax.state import cache
 from entropic_jax.state.cache import ModelShape
 from tests import tiny
+from tests.marks import exhaustive
 
 KINDS = ("value", "mass", "surprisal", "mahalanobis")
 LOOSE = SelectionRules(sink_pages=1, recent_pages=1, min_pages=2, bound_weight=0.5)
@@ -55,7 +56,7 @@ def run(texts, choice: Selection | None, drop: float = 0.0, **sizes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["value", *exhaustive(*KINDS[1:])])
 def test_nothing_dropped_is_dense_token_for_token(kind):
     texts = tiny.prompts(50, 9)
     _, dense = run(texts, None)
@@ -69,8 +70,12 @@ def test_nothing_dropped_is_dense_token_for_token(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "change"),
-    [(kind, {}) for kind in KINDS]
-    + [("value", x) for x in (dict(refresh=4), dict(layers_per_list=2), dict(refresh=3, layers_per_list=2))],
+    [
+        ("surprisal", {}),
+        ("value", dict(refresh=3, layers_per_list=2)),
+        *exhaustive(*((kind, {}) for kind in KINDS if kind != "surprisal")),
+        *exhaustive(("value", dict(refresh=4)), ("value", dict(layers_per_list=2))),
+    ],
 )
 def test_less_is_read_and_generation_goes_on(kind, change):
     texts = tiny.prompts(60, 33)
@@ -107,7 +112,7 @@ def filled(length: int, page: int, seed: int = 0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("guard", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("guard", [0.0, *exhaustive(0.5, 1.0)])
 def test_the_certificate_is_never_violated(guard):
     violated, informative = [], 0
     for seed in range(6):

@@ -58,7 +58,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert run(tmp_path) == (False, bits)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_folder_nothing_is_kept(tmp_path):
     file = tmp_path / "file"
     file.write_text("")

@@ -16,6 +16,7 @@ from entropic_jax.methods.entropix import ADAPT, EXPLORE, RESAMPLE, Thresholds
 from entropic_jax.methods.entropix_branches import SEED, SearchPlan, find_entropix_state
 from entropic_jax.state import RUNNING, cache
 from tests import tiny
+from tests.marks import exhaustive
 from tests.methods.test_entropix import forcing, law
 
 TOKENS = 24
@@ -97,7 +98,7 @@ def alone(prompt, branch_of: int, slot: int, steps: int, controller):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("look", [False, True])
+@pytest.mark.parametrize("look", [False, *exhaustive(True)])
 def test_the_best_branch_goes_on(look):
     plan = PLAN
     controller = law(thresholds=forcing(ADAPT if look else EXPLORE))
@@ -124,7 +125,7 @@ def test_the_best_branch_goes_on(look):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quadrants", [EXPLORE, ADAPT, RESAMPLE])
+@pytest.mark.parametrize("quadrants", [EXPLORE, *exhaustive(ADAPT, RESAMPLE)])
 def test_texts_are_true_to_the_model_and_costs_are_paid(quadrants):
     plan, controller = PLAN, law(thresholds=forcing(quadrants))
     texts = tiny.prompts(9, 14)

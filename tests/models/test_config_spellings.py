@@ -19,6 +19,13 @@ OLMO3 = {"sliding_window": 6, "num_hidden_layers": 4}
 READ = {
     "gelu of Gemma 1": ("Gemma", {"head_dim": 8}, {"hidden_act": "gelu", "hidden_activation": None}),
     "another key of Gemma 1": ("Gemma", {"head_dim": 8}, {"hidden_act": "silu", "hidden_activation": "relu"}),
+    "our spelling of Gemma 2": ("Gemma2", {"head_dim": 8}, {"hidden_act": "silu", "hidden_activation": None}),
+    "our spelling of Cohere": ("Cohere", {}, {"rms_norm_eps": 0.5, "layer_norm_eps": None}),
+    "a scaling of Gemma 3 beside its rotations": (
+        "Gemma3",
+        {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 4},
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    ),
     "no rotation of gpt-oss": ("GptOss", GPT_OSS, {"rope_parameters": None}),
     "a base of gpt-oss": ("GptOss", GPT_OSS, {"rope_parameters": None, "rope_theta": 500.0}),
     "no rotation of Ministral 3": ("Ministral3", {"head_dim": 8}, {"rope_parameters": None}),

@@ -11,6 +11,7 @@ from entropic_jax.models.kernel_layout import block_kernels
 from entropic_jax.models.model import in_blocks, quantised
 from entropic_jax.pallas import skinny_matmul
 from tests import tiny
+from tests.marks import exhaustive
 
 ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")
 SIZES = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
@@ -56,7 +57,7 @@ def test_all_matrices_of_a_layer_or_none():
 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "fp8", "int4"])
-@pytest.mark.parametrize("tokens", [1, 3, 70])
+@pytest.mark.parametrize("tokens", [3, *exhaustive(1, 70)])
 def test_logits_are_the_same_to_the_bit(quantization, tokens):
     plain, blocked = loaded(quantization)
     hidden = jax.random.normal(jax.random.key(tokens), (tokens, 64))

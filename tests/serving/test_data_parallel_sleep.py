@@ -20,7 +20,7 @@ SERVER_SETTINGS = {"sleep_mode": True}
 @pytest.fixture
 def two(directory):
     """Two engines, which share the device of this process."""
-    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="min", pruning=False)
+    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="none", pruning=False)
     engines = [start.start(directory, options) for _ in range(2)]
     both = DataParallelEngine(engines)
     while not both.ready():

@@ -77,7 +77,7 @@ def test_llm_server_and_command_find_the_head_of_a_directory(head_directory, ent
         running.close()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_change_no_token_of_a_model_of_bfloat16(head_directory):
     """Activations are float32 on a CPU, those of the head, too."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=24, ignore_eos=True)

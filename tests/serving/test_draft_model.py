@@ -62,7 +62,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, directory, m
         copies_no_pool(engine, "decode")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_perfect_draft_is_never_refused(model, off, drafting):  # noqa: F811
     """So each page of a row has keys and values of both models: shared, preempted or decoded plainly."""
     rows = [

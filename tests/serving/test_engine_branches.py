@@ -208,7 +208,7 @@ def scarce(model, calibration):
     yield from engine_of(model, calibration, num_pages=36)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_scarce_pages(exact, scarce, monkeypatch):
     """A sequence that branches waits for all its pages and keeps them; others are preempted as usual."""
     engine_requests = [*searching(), *plain(searching(9, max_tokens=60)), *searching(40, max_tokens=12)]
@@ -279,7 +279,7 @@ def test_no_program_copies_the_pool(exact):
     copies_no_pool(exact, "apply", "prefill", "decode")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_with_programs_of_all_widths_and_nothing_is_compiled_late(model, calibration, reference):
     """Includes steps of leading rows only, which a batch-invariant engine does not have."""
     small = dict(max_num_seqs=2, max_num_batched_tokens=16)  # few programs

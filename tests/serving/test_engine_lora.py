@@ -17,6 +17,7 @@ from entropic_jax.serving.options.lora import LoRAModule
 from entropic_jax.serving.request import RequestError
 from entropic_jax.speculation import PassCosts
 from tests.lora_adapters import write_adapter
+from tests.marks import exhaustive
 from tests.serving.test_engine import engine_of, engine_request, model, prompt, run  # noqa: F401
 
 PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", pruning=False)
@@ -149,7 +150,7 @@ def test_preemption_keeps_the_adapter(model, paths, expected):  # noqa: F811
 
 @pytest.mark.parametrize(
     "drafter",
-    ["suffix", pytest.param("pruned", marks=pytest.mark.slow), pytest.param("auto", marks=pytest.mark.slow)],
+    ["suffix", *exhaustive("pruned", "auto")],
 )
 def test_drafts_are_verified_under_the_adapter(
     model,  # noqa: F811

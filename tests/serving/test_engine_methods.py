@@ -21,6 +21,7 @@ from entropic_jax.serving.offline import engine as offline
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
 from entropic_jax.state import cache
+from tests.marks import exhaustive
 from tests.serving.test_engine import (
     EXACT,
     WARM,
@@ -73,11 +74,11 @@ def crowd(seed: int = 1):
 
 
 OTHERS = ("entropy-prefill", "criti-prefill", "snapkv", "adakv", "quest")
-RARELY = [pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS]
+RARELY = exhaustive("entropyinfer", *OTHERS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropyinfer", "budgeted-prefill", *RARELY])
+@pytest.mark.parametrize("name", ["budgeted-prefill", *RARELY])
 def test_as_offline_alone_and_in_a_crowd(model, tmp_path, name):
     single = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()

@@ -18,6 +18,7 @@ import pytest
 
 from entropic_jax import models
 from tests.compilation import virtual_devices
+from tests.marks import exhaustive
 
 from .process_programs import PROMPTS
 
@@ -95,7 +96,10 @@ def tokens_of(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "processes", "devices"),
-    [("full-lossy", 2, 1), ("meso", 2, 1), pytest.param("off", 4, 1, marks=pytest.mark.exhaustive)],
+    [
+        ("meso", 2, 1),
+        *exhaustive(("full-lossy", 2, 1), ("off", 4, 1)),
+    ],
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
     stated = {"preset": preset} | ({"num_speculative_tokens": 3} if preset == "meso" else {})

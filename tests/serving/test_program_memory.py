@@ -102,7 +102,7 @@ def decoding(engine: LLMEngine) -> set[tuple]:
     return {(key[1], key[4]) for key in list(engine.programs._compiled) if key[0] == "decode"}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_has_the_programs_in_memory_that_it_uses(model, tmp_path, monkeypatch):  # noqa: F811
     pinned, more = {(1, False), (16, False), (1, True)}, {(4, False), (4, True)}
     requests = [

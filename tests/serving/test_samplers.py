@@ -7,6 +7,7 @@ import pytest
 
 from entropic_jax.calibration import load_calibration, save_calibration
 from entropic_jax.serving.options.model import EMBEDDED
+from tests.marks import exhaustive
 
 SAME = ("--prompt", "abc", "--seed", "3", "--max-tokens", "20")
 SAMPLERS = {
@@ -28,7 +29,7 @@ def exploring(directory, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ["rows", "dslider", *exhaustive("released", "branches")])
 def test_streamed_and_returned_alone_and_in_company(entropic, exploring, tmp_path, name):
     common = ("generate", "--model", exploring, *SAMPLERS[name])
     status, out, err = entropic(*common, *SAME, "--json")

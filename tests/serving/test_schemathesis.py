@@ -38,7 +38,7 @@ def test_every_path_answers_as_its_schema_says():
     from schemathesis import config, engine
     from schemathesis.engine.events import NonFatalError, ScenarioFinished
 
-    options = {"generation": {"max-examples": 3}, "seed": 1, "request-timeout": 120}
+    options = {"generation": {"max-examples": 2}, "seed": 1, "request-timeout": 120}
     failures, scenarios = [], 0
     settings = Settings(port=0, limits=Limits(sequences=4))
     with real_server(settings, max_model_len=128) as live:

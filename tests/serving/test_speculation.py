@@ -15,6 +15,7 @@ from entropic_jax.serving.engine.interface import Delta, EngineRequest
 from entropic_jax.serving.http.metrics import Metrics
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.speculation import PassCosts, registry
+from tests.marks import exhaustive
 from tests.serving.test_engine import (  # noqa: F401  (fixture)
     collect,
     copies_no_pool,
@@ -97,8 +98,10 @@ def expected(off):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("always", [True, False])
+@pytest.mark.parametrize(
+    ("overlapped", "always"),
+    [(False, True), (True, False), *exhaustive((True, True))],
+)
 def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped, always, monkeypatch):
     if always:  # else launches with and without drafts alternate, by how fast each kind is on this machine
         monkeypatch.setattr(DraftChoice, "drafts", lambda *_: True)
@@ -113,7 +116,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped,
     assert drafted >= accepted > (40 if always else 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_more_rows_than_a_batch_that_drafts(model, off, monkeypatch):  # noqa: F811
     """Batches that are too large for drafts do not keep smaller ones of the same engine from drafting."""
     monkeypatch.setattr(registry, "CPU_PASS", 64)
@@ -261,7 +264,7 @@ def test_llm_with_several_continuations(directory):
     assert texts[True] == texts[False]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generate_command(directory, entropic):
     line = ["generate", "--model", directory, "--prompt", "ab" * 20, "--json", "--max-tokens", "30"]
     line += ["--temperature", "0", "--ignore-eos", "--repetition-penalty", "0.5"]  # which makes it repeat

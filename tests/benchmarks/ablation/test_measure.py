@@ -12,19 +12,33 @@ from benchmarks.harness import paths
 from benchmarks.harness.publishing import publish
 
 
-@pytest.mark.slow
-@pytest.mark.standard_promotion
-def test_a_quick_run_fills_every_table(tmp_path, shallow, monkeypatch, capsys):
+@pytest.fixture
+def run(tmp_path, shallow, monkeypatch):
+    """A quick run with further options, and the entries of its file."""
     file = tmp_path / "found.jsonl"
 
-    def run(*arguments: str) -> list[dict]:
+    def benchmark(*arguments: str) -> list[dict]:
         command_line = ["ablation", "--quick", "--model", str(shallow), "--output", str(file), *arguments]
         monkeypatch.setattr("sys.argv", command_line)
         command.main()
         return [json.loads(line) for line in file.read_text().splitlines()]
 
+    return benchmark
+
+
+@pytest.mark.slow
+@pytest.mark.standard_promotion
+def test_what_is_measured_is_not_measured_again(run):
     first = run("--studies", "speed")
     assert [entry.get("study") for entry in first] == [None, "speed"]
+    assert run("--studies", "speed") == first
+
+
+@pytest.mark.exhaustive
+@pytest.mark.standard_promotion
+def test_a_quick_run_fills_every_table(run, tmp_path, monkeypatch, capsys):
+    file = tmp_path / "found.jsonl"
+    first = run("--studies", "speed")
     uninterrupted = run()
     assert uninterrupted[:2] == first and {e["study"] for e in uninterrupted[1:]} == set(STUDIES)
     assert run() == uninterrupted  # everything is there: nothing is measured again

@@ -33,6 +33,7 @@ from entropic_jax.speculation import (
     suffix_drafter,
 )
 from entropic_jax.speculation.pruned import WINDOW
+from tests.marks import exhaustive
 from tests.speculation.test_head import headed
 from tests.tiny import prompts
 
@@ -101,7 +102,7 @@ def test_the_recorded_text_is_that_of_plain_decoding():
     assert recorded()[0] == engine(None)[0]
 
 
-@pytest.mark.parametrize("name", [SUFFIX, PRUNED, HEAD])
+@pytest.mark.parametrize("name", [HEAD, *exhaustive(SUFFIX, PRUNED)])
 def test_the_engine_accepts_what_the_records_say(name):
     law = FixedLength(COSTS.law.costs, widths=SIZES)
     text, verified, accepted = engine(Speculator(endless(drafter_of(name)), law, longest_rest=0))
@@ -118,7 +119,7 @@ def test_the_engine_accepts_what_the_records_say(name):
         assert max(accepted) > 1 and passes > 2
 
 
-@pytest.mark.parametrize("name", [SUFFIX, PRUNED, HEAD])
+@pytest.mark.parametrize("name", [PRUNED, *exhaustive(SUFFIX, HEAD)])
 def test_the_replayed_law_drafts_as_the_engine_does(name):
     decoder, params = headed()
     of_text = records(name)

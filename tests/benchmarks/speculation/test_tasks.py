@@ -188,7 +188,7 @@ def test_tables_are_made_of_stored_results():
     assert part[0][2] and not part[1][2], "a part that was not measured has an empty table"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quick_run_ends_well(tmp_path, shallow):
     """Both parts, through the command; the stored results print the same tables."""
     command = [sys.executable, "-m", "benchmarks.speculation.tasks"]
