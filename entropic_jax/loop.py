@@ -177,8 +177,7 @@ def generate(
         tokens of a row are its first ones.
     """
     check_controlled(controller, state)
-    if speculator is not None:
-        check_speculation(controller, state)
+    check_speculation(speculator, controller, state)
 
     def program(params, state, controller, speculator, steps):
         def plain(state: State, number: jax.Array) -> tuple[State, Trace]:

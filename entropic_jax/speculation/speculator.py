@@ -104,8 +104,16 @@ def rested(state: State) -> State:
     return state._replace(speculation=record._replace(rest=jnp.maximum(record.rest - 1, 0)))
 
 
-def check_speculation(controller: Any, state: State) -> None:
-    """Raises ValueError where a controller or a state cannot be combined with speculative decoding."""
+def check_speculation(speculator: Any, controller: Any, state: State) -> None:
+    """Raises ValueError where a controller or a state cannot be combined with a speculator.
+
+    Args:
+        speculator: what drafts; None, with which nothing is checked.
+        controller: the control law.
+        state: the loop's state.
+    """
+    if speculator is None:
+        return
     if state.text is None:
         raise ValueError("state must be started with a speculator to draft tokens; got one without text")
     if getattr(controller, "observes", None) is not None:

@@ -27,6 +27,8 @@ from tests import tiny
 from tests.marks import exhaustive
 
 KINDS = ("value", "mass", "surprisal", "mahalanobis")
+BOTH = dict(refresh=3, layers_per_list=2)
+RARELY = exhaustive(*(("value", dict([change])) for change in BOTH.items()), *((kind, {}) for kind in KINDS))
 LOOSE = SelectionRules(sink_pages=1, recent_pages=1, min_pages=2, bound_weight=0.5)
 SHAPE = ModelShape(layers=1, heads=4, kv_heads=2, head_dim=16, vocabulary=8, hidden=32)
 
@@ -68,15 +70,7 @@ def test_nothing_dropped_is_dense_token_for_token(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("surprisal", {}),
-        ("value", dict(refresh=3, layers_per_list=2)),
-        *exhaustive(*((kind, {}) for kind in KINDS if kind != "surprisal")),
-        *exhaustive(("value", dict(refresh=4)), ("value", dict(layers_per_list=2))),
-    ],
-)
+@pytest.mark.parametrize(("kind", "change"), [("surprisal", {}), ("value", BOTH), *RARELY])
 def test_less_is_read_and_generation_goes_on(kind, change):
     texts = tiny.prompts(60, 33)
     choice = dataclasses.replace(Selection(information=kind, rules=LOOSE, dense_layers=0), **change)

@@ -19,7 +19,7 @@ from entropic_jax.methods.expert_selection import (
 from entropic_jax.models.block_spec import RouterSpec
 from entropic_jax.models.experts import Router, grouped, in_blocks
 from entropic_jax.phases.expert_reader import ExpertReader
-from entropic_jax.speculation import check_speculation
+from entropic_jax.speculation import check_speculation, speculator
 from entropic_jax.state import Measured
 from tests.tiny import model as dense
 from tests.tiny import prompts
@@ -194,4 +194,4 @@ def test_what_cannot_be_combined_is_refused():
         )
     state = begin(FixedExperts(1))._replace(text=jnp.zeros((2, 64), jnp.int32))
     with pytest.raises(ValueError, match="expert_policy must be None where tokens are drafted"):
-        check_speculation(chain(), state)
+        check_speculation(speculator(1), chain(), state)

@@ -102,13 +102,4 @@ class EntropicResult(Answer):
     trace: Trace | None = None
 
 
-TRACED = (
-    "entropy",
-    "tempered_entropy",
-    "temperature",
-    "kept_fraction",
-    "surprisal",
-    "entropic_time",
-    "dropped_mass_limit",
-    "from_draft",
-)
+TRACED = tuple(name for name in Trace.model_fields if name not in ("token_ids", "text"))  # of each token
