@@ -90,7 +90,7 @@ def guards(workload: Workload, context: int, seed: int, quick: bool) -> list[Row
     rows = []
     for scale in SCALES[1:3] if quick else SCALES:
         subject = scaled(workload, scale)
-        state = ablation.read(subject, [t[:-SCORED] for t in texts], SCORED + 1)
+        state = ablation.prefill(subject, [t[:-SCORED] for t in texts], SCORED + 1)
 
         def score(
             arm: Arm | None, bias: float, belief: float, subject=subject, state=state

@@ -20,7 +20,7 @@ def prefilled(workload: Workload, name: str, kind: str, texts: list[list[int]], 
     """
     setting = workload.preset(name)
     size = (setting.page_policy.page_size if setting.page_policy else None) or default_page_size()
-    state = ablation.read(workload.subject, texts, room, page_size=size, dtype=kind)
+    state = ablation.prefill(workload.subject, texts, room, page_size=size, dtype=kind)
     return ablation.resume(state, setting.controller, setting.page_policy, size)
 
 

@@ -60,7 +60,7 @@ def page_rules(
     windows = Windows(workload, filler, distance, 80 + seed, page_information=True)
     texts = workload.windows(CASES, windows.length, 800 + seed)
     prompts, tails = [t[:-QUESTION_LENGTH] for t in texts], [t[-QUESTION_LENGTH:] for t in texts]
-    state = ablation.read(workload.subject, prompts, QUESTION_LENGTH + 1, page_information=True)
+    state = ablation.prefill(workload.subject, prompts, QUESTION_LENGTH + 1, page_information=True)
     settings = [("dense", 0.0, workload.preset("off"))]
     for name, pages in arms().items():
         for limit in LIMITS[:1] if quick else LIMITS:

@@ -34,7 +34,7 @@ class Windows:
         filler: text between the facts and the questions.
         distance: tokens between a fact and its question.
         seed: the seed of the facts.
-        page_information: as in `ablation.read`.
+        page_information: as in `ablation.prefill`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Windows:
             {kind: a.positions - (len(tokens) - QUESTION_LENGTH) for kind, a in answers.items()}
             for tokens, answers in windows
         ]
-        self.state = ablation.read(
+        self.state = ablation.prefill(
             workload.subject,
             [t[:-QUESTION_LENGTH] for t in texts],
             QUESTION_LENGTH + 1,
@@ -131,7 +131,7 @@ def selectors(
     """
     windows = Windows(workload, filler, distance, 50 + seed)
     texts = workload.windows(CASES, windows.length, 700 + seed)
-    state = ablation.read(workload.subject, [t[:-QUESTION_LENGTH] for t in texts], QUESTION_LENGTH + 1)
+    state = ablation.prefill(workload.subject, [t[:-QUESTION_LENGTH] for t in texts], QUESTION_LENGTH + 1)
     tails = [t[-QUESTION_LENGTH:] for t in texts]
     rows = []
     for name, value, setting in settings(workload, windows.length, quick):

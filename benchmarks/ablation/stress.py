@@ -31,7 +31,7 @@ def held(workload: Workload, seed: int, quick: bool) -> list[Row]:
     prompts = workload.windows(4, 128, 400 + seed)
     for scale in SCALES[1:4:2] if quick else SCALES:
         subject = scaled(workload, scale)
-        state = ablation.read(subject, prompts, tokens)
+        state = ablation.prefill(subject, prompts, tokens)
         for law in ("normalised", "paper") if quick else ("normalised", "integral", "exact", "paper"):
             gains = workload.gains.replace(law=law, highest_temperature=HIGHEST_TEMPERATURE)
             setting = preset("micro", None, gains)
@@ -62,7 +62,7 @@ def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list
         quick: a single estimator.
     """
     texts = workload.windows(4, context, 600 + seed)
-    state = ablation.read(workload.subject, [t[:-SCORED] for t in texts], SCORED + 1)
+    state = ablation.prefill(workload.subject, [t[:-SCORED] for t in texts], SCORED + 1)
     tails = [t[-SCORED:] for t in texts]
     limit = workload.gains.dropped_mass_limit
     full = preset("full-lossy", None, workload.gains.replace(lowest_dropped_mass_limit=LOWEST_PART * limit))
@@ -76,7 +76,7 @@ def estimators(workload: Workload, context: int, seed: int, quick: bool) -> list
     presets = {kind: with_estimator(kind) for kind in ("exact", *(("upper",) if quick else ESTIMATORS))}
     agreement = correlations(workload, texts[: 1 if quick else 2])
     steps, repeat = 8, 3 if quick else 12
-    single = ablation.read(workload.subject, texts[:1], (repeat + 2) * steps)
+    single = ablation.prefill(workload.subject, texts[:1], (repeat + 2) * steps)
     states = {kind: set_up(single, setting) for kind, setting in presets.items()}
     times = interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
     rows = []

@@ -1,7 +1,7 @@
 """The measures of an ablation: quality under teacher forcing, speed, load, and the text that is generated.
 
-Every function takes a model and one configuration and returns plain numbers. A prompt is read once:
-`read` fills a cache, and `resume` gives every configuration a copy of it, in pages of the size it wants.
+Every function takes a model and one configuration and returns plain numbers. A prompt is prefilled once:
+`prefill` fills a cache, and `resume` gives every configuration a copy of it, in pages of the size it wants.
 """
 
 import time
@@ -32,7 +32,7 @@ class Subject(NamedTuple):
     belief_temperature: float = 1.0
 
 
-def read(
+def prefill(
     subject: Subject,
     prompts: Sequence[Sequence[int]],
     tokens: int | Sequence[int],
@@ -79,7 +79,7 @@ def resume(
     """A copy of a state that was read, about to run under a configuration.
 
     Args:
-        state: from `read`; it is not consumed.
+        state: from `prefill`; it is not consumed.
         controller: the control law of the run.
         page_policy: the choice of pages that a step reads; None reads all.
         page_size: positions per page, by default that of the policy or, without one, of the state. Pages are

@@ -87,7 +87,7 @@ def quality(
         scored: tokens at the end of a window that are scored.
     """
     texts = workload.windows(sequences, context, 100 + seed)
-    state = ablation.read(workload.subject, [t[:-scored] for t in texts], scored + 1)
+    state = ablation.prefill(workload.subject, [t[:-scored] for t in texts], scored + 1)
     rows = []
     for name in names:
         setting = workload.preset(name)
@@ -139,7 +139,7 @@ def information(
     rows = []
     for index, text in enumerate(workload.windows(sequences, context, 100 + seed)):
         prompt, tail = text[:-scored], text[-scored:]
-        state = ablation.read(subject, [prompt], scored + 1)
+        state = ablation.prefill(subject, [prompt], scored + 1)
         reference = order_zero_surprisal(prompt, tail, shape.vocabulary)
         weight, cache = jax.tree.leaves(subject.params)[0].dtype.itemsize, state.cache.bytes_per_number
         sizes = {"bytes_per_weight": weight, "bytes_per_cache": cache, "hardware": state.hardware}
@@ -180,7 +180,7 @@ def speed(
         repeat: launches of each preset that are timed.
     """
     (text,) = workload.windows(1, context, 3)
-    state = ablation.read(workload.subject, [text], (repeat + 2) * steps)
+    state = ablation.prefill(workload.subject, [text], (repeat + 2) * steps)
     presets = {name: workload.preset(name) for name in names}
     states = {name: set_up(state, setting) for name, setting in presets.items()}
     return interleave(dict.fromkeys(presets, workload.subject), presets, states, context, steps, repeat)
@@ -260,7 +260,7 @@ def load(
     prompts = [workload.windows(1, int(n), seed * 100 + i)[0] for i, n in enumerate(lengths)]
     budgets = np.clip(rng.lognormal(3.7, 0.8, sequences), min(8, most), most).astype(int)
     gaps = rng.exponential(1.0, sequences)
-    state = ablation.read(workload.subject, prompts, budgets.tolist())
+    state = ablation.prefill(workload.subject, prompts, budgets.tolist())
     # The first run is of `off` with everyone there: it compiles, and says what the machine can write.
     rows: list[Row] = []
     pace = 0.0
@@ -321,7 +321,7 @@ def writing(
     """
     texts = workload.windows(sequences, prompt, 500 + seed)
     held_out = workload.windows(2 * sequences, tokens, 900 + seed)
-    state = ablation.read(workload.subject, texts, tokens, seed=seed)
+    state = ablation.prefill(workload.subject, texts, tokens, seed=seed)
     gains = workload.gains
     rows = []
     for name, setting in presets.items():

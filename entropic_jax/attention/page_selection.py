@@ -104,7 +104,7 @@ class Selection:
         return PageReader(StepSelection(self, cache, dropped_mass_limit, memory, renew), cache)
 
     def prompt_reader(self, cache: Cache, memory: Any, span: Any, total: jax.Array) -> None:
-        """See `PagePolicy`: prompts are read densely."""
+        """See `PagePolicy`: prompts are prefilled densely."""
 
 
 class PagePolicy(Protocol):

@@ -53,8 +53,8 @@ class EntropyPrefill:
     Source: Xu et al. 2026 (arXiv 2606.09508) and its release. Differs from the release: a block is a page;
     products are divided by √head_dim, without which "rigid" depends on the scale of the keys; the entropy is
     relative to its largest value, so that a threshold means the same at every length; budgets hold per KV
-    head; a head counts as rigid until it is not, since the prompt is read segment by segment. `AS_RELEASED`
-    undoes all but the first and the last.
+    head; a head counts as rigid until it is not, since the prompt is prefilled segment by segment.
+    `AS_RELEASED` undoes all but the first and the last.
     """
 
     base: int = 2048

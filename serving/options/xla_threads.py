@@ -31,7 +31,7 @@ def limit_xla_threads(
     Args:
         model: the model directory.
         dtype: the dtype that the model computes in; None or "auto" for the default of the device.
-        method: the method by which prompts are read; those that leave positions out do so in plain JAX.
+        method: the method by which prompts are prefilled; those that leave positions out do so in plain JAX.
         divided: whether several devices or processes compute.
     """
     if VARIABLE in os.environ or divided or accelerators():

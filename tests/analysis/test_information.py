@@ -37,7 +37,7 @@ def test_a_pruned_cache_lowers_the_information_and_hardly_entropic_time():
     prompt, tail = tokens[:1024], tokens[1024:]
     reference = order_zero_surprisal(prompt, tail, model.decoder.shape.vocabulary)
     subject = Subject(model.decoder, model.params)
-    state = ablation.read(subject, [prompt], len(tail) + 1)
+    state = ablation.prefill(subject, [prompt], len(tail) + 1)
     rates = []
     for law, pages in ((chain(), None), (chain(FixedPruning(0.999)), TIGHT_PAGES)):
         scored = ablation.forced(subject, law, ablation.resume(state, law, pages), [tail])

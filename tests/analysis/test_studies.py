@@ -31,8 +31,8 @@ def workload() -> Workload:
 @pytest.mark.slow
 def test_merged_pages_hold_what_their_parts_held():
     texts = [t[0] for t in (tiny.prompts(75, seed=1), tiny.prompts(75, seed=2))]
-    fine = ablation.read(subject(), [t[:-8] for t in texts], 9, page_size=4)
-    coarse = ablation.read(subject(), [t[:-8] for t in texts], 9, page_size=16)
+    fine = ablation.prefill(subject(), [t[:-8] for t in texts], 9, page_size=4)
+    coarse = ablation.prefill(subject(), [t[:-8] for t in texts], 9, page_size=16)
     merged = ablation.resume(fine, chain(), page_size=16)
     check(merged.cache)
     tables = (
@@ -55,7 +55,7 @@ def test_merged_pages_hold_what_their_parts_held():
 
 
 def test_pages_merge_into_multiples_only():
-    state = ablation.read(subject(), tiny.prompts(20), 4, page_size=16)
+    state = ablation.prefill(subject(), tiny.prompts(20), 4, page_size=16)
     with pytest.raises(ValueError, match=r"page_size must be a multiple of 16, .*; got 24"):
         ablation.resume(state, chain(), page_size=24)
 
@@ -63,7 +63,7 @@ def test_pages_merge_into_multiples_only():
 @pytest.mark.slow
 def test_a_state_serves_every_configuration_and_stays_whole():
     small = workload()
-    state = ablation.read(small.subject, tiny.prompts(40), 24)
+    state = ablation.prefill(small.subject, tiny.prompts(40), 24)
     before = jax.device_get(state.cache)
     texts = {}
     for name in ("off", "full-lossy", "off"):

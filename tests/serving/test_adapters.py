@@ -171,7 +171,7 @@ def embedded_adapters(tmp_path_factory) -> Path:
 def test_a_server_answers_under_adapters(embedded_adapters):
     root = embedded_adapters
     modules = (lora.LoRAModule("a", str(root / "a")),)
-    options = dict(enable_lora=True, lora_modules=modules, max_loras=2, max_lora_rank=4)
+    options = dict(enable_lora=True, lora_modules=modules, max_loras=2, max_lora_rank=4, max_num_seqs=2)
     text = lambda live, model: post(
         live, "/v1/completions", model=model, prompt="def add(", temperature=0, max_tokens=24
     ).json()["choices"][0]["text"]
@@ -192,7 +192,7 @@ def test_a_server_answers_under_adapters(embedded_adapters):
         assert "all 2 (max_loras) are in use" in message
         assert httpx2.get(f"{live.url}/server_info").json()["engine"]["adapters"]["slots_free"] == 0
     with LLM(
-        shallow_model(), max_num_seqs=4, max_model_len=256, enable_lora=True, max_loras=1, max_lora_rank=4
+        shallow_model(), max_num_seqs=2, max_model_len=256, enable_lora=True, max_loras=1, max_lora_rank=4
     ) as llm:
         sampled = SamplingParams(temperature=1, seed=5, max_tokens=24)
         requests = {name: LoRARequest(name, i, root / name) for i, name in enumerate("ab", 1)}

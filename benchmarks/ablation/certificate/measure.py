@@ -208,7 +208,7 @@ def measure_context(workload: studies.Workload, context: int, texts: int, steps:
     """
     subject, setting = workload.subject, workload.preset(PRESET)
     windows = workload.windows(texts, context + steps, SEED)
-    state = ablation.read(subject, [text[:context] for text in windows], steps + 1)
+    state = ablation.prefill(subject, [text[:context] for text in windows], steps + 1)
     shape = subject.decoder.shape
     shared = {x.name: getattr(setting.page_policy, x.name) for x in dataclasses.fields(Selection)}
     policy = BoundSelection(**shared, group=shape.heads // shape.kv_heads)

@@ -94,7 +94,7 @@ def record(
     """
     context = len(texts[0]) - steps
     prompts = [text[:context] for text in texts]
-    state = ablation.read(subject, prompts, max(steps + 1, room - context))
+    state = ablation.prefill(subject, prompts, max(steps + 1, room - context))
     tokens = jnp.asarray([text[context : context + steps] for text in texts], jnp.int32)
     policies, fixed = tuple(map(budget, budgets)), jnp.asarray(limits, jnp.float32)
     measured = _steps(subject.decoder, subject.params, state, tokens, fixed, policies)

@@ -11,7 +11,7 @@ from .weights import conversion_of
 
 
 class OpenVINO:
-    """OpenVINO GenAI's continuous batching, stepped by hand; all prompts are read before any row decodes."""
+    """OpenVINO GenAI's continuous batching, stepped by hand; all prompts are prefilled before rows decode."""
 
     block = 32  # tokens of a KV block on the CPU device
     spare = 1  # KV blocks for each that the rows need

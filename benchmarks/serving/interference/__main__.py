@@ -1,4 +1,4 @@
-"""Interference benchmark: a small request beside hard input, and decoding while long prompts are read.
+"""Interference benchmark: a small request beside hard input, and decoding while long prompts are prefilled.
 
     python -m benchmarks.serving.interference [--seconds 20] [--quick] [--document]
 
