@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 from entropic_jax.pallas import skinny_matmul
 
 from . import draft_head
-from .config import Config, ModelError, abbreviate, is_integer, read_json
+from .config import Config, ModelError, abbreviate, is_integer, read_json, require_file
 from .decoder import Decoder, Params
 
 MODEL_TYPE, TENSORS, FOLDER = "draft_head", "draft_head.safetensors", "draft_head"
@@ -29,10 +29,9 @@ TABLES = ("entropy_edges", "acceptance")
 def is_draft_head(directory: Path) -> bool:
     """Whether a directory holds a draft head, by its config.json."""
     try:
-        raw = json.loads((directory / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        return read_json(directory / "config.json").get("model_type") == MODEL_TYPE
+    except ModelError:
         return False
-    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
 
 
 def load(directory: Path, target: Decoder, dtype: Any = "float32") -> tuple[draft_head.DraftHead, Params]:
@@ -55,7 +54,7 @@ def load(directory: Path, target: Decoder, dtype: Any = "float32") -> tuple[draf
         raise ModelError(f"{file}: {error}") from None
     head = draft_head.DraftHead(target, config)
     expected = draft_head.named(draft_head.head_structure(head)[1])
-    tensors = directory / TENSORS
+    tensors = require_file(directory / TENSORS)
     try:
         stored = load_file(tensors)
     except (OSError, SafetensorError) as error:

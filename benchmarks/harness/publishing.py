@@ -67,9 +67,16 @@ def add_document_option(parser: argparse.ArgumentParser, name: str) -> None:
     parser.add_argument("--document", action="store_true", help=f"write the tables into {page}")
 
 
-def results_file(name: str, device: str) -> Path:
-    """The file of raw measurements of a benchmark on a device."""
-    return paths.RESULTS / f"{name}-{file_slug(device)}.json"
+def results_file(name: str, device: str, dtype: str = "float32") -> Path:
+    """The file of raw measurements of a benchmark on a device.
+
+    Args:
+        name: the name of the benchmark.
+        device: the name of the device.
+        dtype: of the model; the name of the file says so where it is not float32.
+    """
+    of_dtype = "" if dtype == "float32" else f"-{dtype}"
+    return paths.RESULTS / f"{name}-{file_slug(device)}{of_dtype}.json"
 
 
 def write_json(file: Path, results: Any) -> None:
@@ -95,7 +102,7 @@ def load_or_measure(
     if options.show:
         return json.loads(options.show.read_text("utf-8"))
     results = measure()
-    stored = results_file(name, results[device_field])
+    stored = results_file(name, results[device_field], results.get("dtype", "float32"))
     output = options.output or (Path(tempfile.gettempdir()) / stored.name if options.quick else stored)
     write_json(output, results)
     Console().print(f"results: {output}")

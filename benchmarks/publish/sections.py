@@ -19,7 +19,7 @@ DECODE = [
     *(RESULTS / f"decode-intel-xeon-processor{part}.json" for part in ("", "-8")),
 ]
 LONG_CONTEXT = RESULTS / "long-context-amd-epyc.json"
-FILES = {  # benchmarks whose section comes from one file
+FILES: dict[str, str | tuple[str, ...]] = {  # of the sections, one or several
     "ablation.certificate": "certificate-amd-epyc.json",
     "ablation.second_pass": "second-pass-amd-epyc.json",
     "ablation.experts": "experts-amd-epyc.json",
@@ -36,12 +36,12 @@ FILES = {  # benchmarks whose section comes from one file
     "serving.draft_latency": "draft-latency-amd-epyc.json",
     "serving.interference": "interference-intel-xeon-processor.json",
     "soak": "soak-amd-epyc.json",
-    "speculation": "speculation-amd-epyc.json",
+    "speculation": ("speculation-amd-epyc.json", "speculation-intel-xeon-processor-bfloat16.json"),
     "speculation.lengths": "lengths-amd-epyc.json",
     "speculation.lossless": "lossless-amd-epyc.json",
     "speculation.peers": "peers-amd-epyc.json",
     "speculation.signals": "signals-amd-epyc.json",
-    "speculation.tasks": "tasks-amd-epyc.json",
+    "speculation.tasks": ("tasks-amd-epyc.json", "tasks-intel-xeon-processor-bfloat16.json"),
     "stability": "stability-intel-xeon-processor.json",
     "start_up": "start-up-intel-xeon-processor.json",
     "start_up.compilation": "compilation-intel-xeon-processor.json",
@@ -54,7 +54,13 @@ def module_of(benchmark: str, name: str) -> Any:
     return importlib.import_module(f"benchmarks.{benchmark}.{name}")
 
 
-REPORTS = {name: (module_of(name, "report"), RESULTS / file) for name, file in FILES.items()}
+REPORTS = {
+    name: (
+        module_of(name, "report"),
+        [RESULTS / file for file in ([files] if isinstance(files, str) else files)],
+    )
+    for name, files in FILES.items()
+}
 ABLATION_REPORT, DECODE_REPORT = module_of("ablation", "report"), module_of("decode", "report")
 
 
@@ -66,8 +72,8 @@ def read(file: Path) -> dict[str, Any]:
 def sections() -> dict[str, str]:
     """The Markdown of each benchmark's section, by its name."""
     texts = {
-        name: section_text(report, read(file)) if file.exists() else NOT_MEASURED
-        for name, (report, file) in REPORTS.items()
+        name: "\n\n".join(section_text(report, read(file)) for file in files if file.exists()) or NOT_MEASURED
+        for name, (report, files) in REPORTS.items()
     }
     texts["ablation"] = section_text(ABLATION_REPORT, ABLATION_REPORT.load(ABLATION))
     texts["decode"] = "\n\n".join(section_text(DECODE_REPORT, read(file)) for file in DECODE)

@@ -15,6 +15,7 @@ os.environ.setdefault("NPROC", "1")  # threads of XLA, as in `entropic generate`
 from ..harness.paths import ROOT
 from ..harness.publishing import benchmark_parser, measure_and_publish
 from . import measure, report
+from .measure import DTYPES
 
 
 def main() -> None:
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--batch-contexts", help="tokens of the prompts of batches (256,4096)")
     parser.add_argument("--rounds", type=int, help="measurements of each batch (9)")
     parser.add_argument("--threads", type=int, default=2, help="cores")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the model and its KV cache")
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
     options = parser.parse_args()

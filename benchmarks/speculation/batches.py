@@ -68,7 +68,7 @@ def _cell(
         arms[name] = LLM(
             options.model,
             speculate=name,
-            dtype="float32",
+            dtype=options.dtype,
             max_num_seqs=rows,
             max_model_len=longest,
             block_size=PAGE_SIZE,

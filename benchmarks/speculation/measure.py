@@ -29,6 +29,8 @@ from . import batches
 from .workload import WIDTHS, arms, loops, prompts, with_restless
 
 LAUNCH = 32  # steps
+DTYPES = ("float32", "bfloat16")
+"""The values of `--dtype`."""
 SHORT_SHARE = 4  # a cell of short prompts takes this part of the time that one of the longest takes
 
 
@@ -61,7 +63,7 @@ def begin(model: models.Model, prompt: list[int], tokens: int, temperature: floa
         temperature: the temperature of the sampling.
         speculator: or None.
     """
-    pool = allocate(model.decoder.shape, 1, model.config.max_position_embeddings)
+    pool = allocate(model.decoder.shape, 1, model.config.max_position_embeddings, dtype=cache_dtype(model))
     return start(
         model.decoder,
         model.params,
@@ -149,7 +151,7 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measure everything that the options ask for."""
     pin_to_cores(options.threads)
     results: dict[str, Any] = {**describe(options, console), "costs": [], "rates": []}
-    model, tokenizer = load(options.model), options.model / "tokenizer.json"
+    model, tokenizer = load(options.model, options.dtype), options.model / "tokenizer.json"
     held_out = [("held-out", c, t) for c in options.contexts for t in options.temperatures]
     shortest = min(options.contexts)
     cells = [*held_out, ("copy", shortest, 0.0), ("copy", shortest, 0.7), ("random", shortest, 1.5)]
@@ -193,13 +195,23 @@ def describe(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         console: where a warning is shown.
     """
     run = {**describe_run(console), "jax": jax.__version__, "threads": options.threads}
-    return run | {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": "float32"}
+    return run | {"xla_threads": os.environ.get("NPROC"), "model": options.model.name, "dtype": options.dtype}
 
 
-def load(folder: Path) -> models.Model:
-    """The model of a directory in float32, with its draft head if it has one."""
-    model = models.load(folder, "float32", blocked=True)
-    return draft_model.load(model, AUTO, "float32", path=folder)
+def load(folder: Path, dtype: str) -> models.Model:
+    """The model of a directory, with its draft head if it has one.
+
+    Args:
+        folder: the directory.
+        dtype: one of `DTYPES`.
+    """
+    model = models.load(folder, dtype, blocked=True)
+    return draft_model.load(model, AUTO, dtype, path=folder)
+
+
+def cache_dtype(model: models.Model) -> str:
+    """The dtype of keys and values: that which the model was loaded with."""
+    return DTYPES[0] if model.operand_dtype is None else DTYPES[1]
 
 
 def has_head(model: models.Model) -> bool:
@@ -216,7 +228,12 @@ def pass_costs(model: models.Model, context: int) -> PassCosts:
     """
     longest = max(2 * SHORT, context)
     return measure_pass_costs(
-        model.decoder, model.params, most_tokens=max(WIDTHS), context=longest, pages=WINDOW
+        model.decoder,
+        model.params,
+        most_tokens=max(WIDTHS),
+        context=longest,
+        dtype=cache_dtype(model),
+        pages=WINDOW,
     )
 
 

@@ -27,7 +27,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
         ratios = [f"{seconds[str(width)] / plain:.2f}" for width in WIDTHS]
         rows.append([str(entry["context"]), f"{1e3 * plain:.2f}", *ratios])
     header = ["tokens of context", "decode step, ms", *(f"{width} tokens" for width in WIDTHS)]
-    result_tables: list[Table] = [("A verification pass ÷ a decode step, median", header, rows)]
+    suffix = of_dtype(results)
+    result_tables: list[Table] = [(f"A verification pass ÷ a decode step, median{suffix}", header, rows)]
     rows = []
 
     def cell_of(entry):
@@ -58,10 +59,16 @@ def tables(results: dict[str, Any]) -> list[Table]:
         "texts equal to off",
         "looped, left out",
     ]
-    result_tables.append(("Decoding, one sequence", header, rows))
+    result_tables.append((f"Decoding, one sequence{suffix}", header, rows))
     if results.get("batches"):
-        result_tables.append(_batches(results["batches"]))
+        title, *rest = _batches(results["batches"])
+        result_tables.append((title + suffix, *rest))
     return result_tables
+
+
+def of_dtype(results: dict[str, Any]) -> str:
+    """What the title of a table adds about the dtype of the model: nothing for float32."""
+    return "" if results["dtype"] == "float32" else f", {results['dtype']}"
 
 
 def arm_columns(entries: list[dict[str, Any]], name: str) -> list[str]:

@@ -69,7 +69,7 @@ def load_calibration(path: str | Path) -> Calibration:
         raise FileNotFoundError(f"path must be a file written by `entropic calibrate`; {file} does not exist")
     try:
         tree = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not readable JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ValueError(f"{file} must hold a JSON object; got {type(tree).__name__}")

@@ -54,9 +54,10 @@ def is_draft_head(speculate: Any) -> bool:
         return True
     if not is_draft_model(speculate):
         return False
+    file = Path(speculate) / "config.json"
     try:
-        raw = json.loads((Path(speculate) / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
+        raw = json.loads(file.read_text("utf-8")) if file.is_file() else None
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(raw, dict) and raw.get("model_type") == HEAD_TYPE
 

@@ -55,11 +55,14 @@ def read(source: str) -> Mapping[str, Any] | None:
     """
     if source in ("auto", "vllm"):
         return None if source == "auto" else {}
+    file = Path(source) / FILE
     try:
-        values = json.loads((Path(source) / FILE).read_text("utf-8"))
+        if file.exists() and not file.is_file():
+            raise OSError(0, f"{FILE} is no regular file")
+        values = json.loads(file.read_text("utf-8"))
     except OSError as error:
         reason = error.strerror
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = f"{FILE} is not JSON: {error}"
     else:
         if isinstance(values, dict):

@@ -28,8 +28,9 @@ def check_directory(model: Path) -> None:
 def converted_dtype(model: str | Path | None) -> str | None:
     """The dtype that a converted checkpoint says it has; None for any other directory."""
     try:
-        stated = None if model is None else json.loads((Path(model) / CONVERTED).read_text("utf-8"))
-    except (OSError, ValueError):  # whoever loads the model says what is wrong
+        file = None if model is None else Path(model) / CONVERTED
+        stated = json.loads(file.read_text("utf-8")) if file is not None and file.is_file() else None
+    except (OSError, ValueError, RecursionError):  # whoever loads the model says what is wrong
         return None
     dtype = stated.get("dtype") if isinstance(stated, dict) else None
     return dtype if dtype in DTYPES[1:] else None

@@ -9,7 +9,7 @@ from benchmarks.harness.paths import ROOT
 from benchmarks.publish.sections import REPORTS
 from benchmarks.stability import report
 
-RESULTS = json.loads(REPORTS["stability"][1].read_text("utf-8"))
+RESULTS = json.loads(REPORTS["stability"][1][0].read_text("utf-8"))
 PAGE = " ".join((ROOT / "docs" / "stability.md").read_text("utf-8").split())
 CORRECTED = ("integral", "normalised", "exact")
 

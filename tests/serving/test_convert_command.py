@@ -1,6 +1,7 @@
 """`entropic convert`: the other commands take what it writes, and wrong use is one line."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,9 +39,13 @@ def test_the_dtype_of_a_checkpoint_is_the_default(converted, directory, tmp_path
     assert computing_dtype(None, converted) == computing_dtype("auto", converted) == "bfloat16"
     assert computing_dtype("float16", converted) == "float16"
     assert converted_dtype(directory) is converted_dtype(None) is None
-    for content in ("", "[]", '{"dtype": "auto"}', '{"dtype": 3}'):
-        (tmp_path / "converted.json").write_text(content)
+    file = tmp_path / "converted.json"
+    for content in ("", "[]", '{"dtype": "auto"}', '{"dtype": 3}', "[" * 10**5):
+        file.write_text(content)
         assert converted_dtype(tmp_path) is None
+    file.unlink()
+    os.mkfifo(file)
+    assert converted_dtype(tmp_path) is None
 
 
 def test_a_converted_model_is_described(entropic, directory, converted):

@@ -1,6 +1,7 @@
 """Default sampling parameters of a server: where they come from, and what overrides them."""
 
 import json
+import os
 
 import pytest
 
@@ -28,6 +29,17 @@ def test_the_source_of_the_config(tmp_path):
         generation_config.read(str(tmp_path))
     with pytest.raises(RequestError, match=r"^generation_config.json: top_p must be .*; got 3"):
         generation_config.sampling_defaults({"top_p": 3})
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(os.mkfifo, "no regular file"), (lambda file: file.write_text("[" * 10**5), "not JSON")],
+    [(os.mkfifo, "no regular file"), (lambda file: file.write_text("[" * 10**5), "not JSON")],
+)
+def test_a_config_that_cannot_be_read(tmp_path, make, reason):
+    make(tmp_path / "generation_config.json")
+    with pytest.raises(RequestError, match=f"--generation-config must be auto, .*{reason}"):
+        generation_config.read(str(tmp_path))
 
 
 def test_every_sampling_parameter_of_the_table_can_be_overridden():

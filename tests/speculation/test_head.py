@@ -1,6 +1,7 @@
 """A draft head: the tokens are those of plain decoding, and its drafts those that it was trained to make."""
 
 import json
+import os
 from functools import cache as once
 from typing import Any
 
@@ -345,6 +346,12 @@ def test_the_command_line_recognises_what_the_model_saves(tmp_path):
         assert speculation_names.is_draft_head(str(directory)) == draft_head_files.is_draft_head(directory)
     assert draft_head_files.is_draft_head(tmp_path)
     assert speculation_names.HEAD_TYPE == draft_head_files.MODEL_TYPE
+    file = tmp_path / "config.json"
+    for damage in (lambda: file.write_text("[" * 10**5), lambda: os.mkfifo(file)):
+        file.unlink()
+        damage()
+        assert not speculation_names.is_draft_head(str(tmp_path))
+        assert not draft_head_files.is_draft_head(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from entropic_jax import chain, generate, parameters
-from entropic_jax.analysis.ablation import Subject, distinct, divergence, read, resume
+from entropic_jax.analysis.ablation import Subject, distinct, divergence, prefill, resume
 from entropic_jax.calibration import Calibration
 from entropic_jax.methods.presets import temperature_law
 from entropic_jax.state import State
@@ -124,7 +124,7 @@ def measure(benchmark: SamplerBenchmark, count: int, console: Console) -> dict[s
     outcomes = {name: Outcome() for name in (*samplers, CONSTANT)}
     kinds: list[str] = []
     for number, tasks in enumerate(batches(count, 17)):
-        state = read(subject, [tokenizer.encode(task.prompt) for task in tasks], ANSWER, seed=number)
+        state = prefill(subject, [tokenizer.encode(task.prompt) for task in tasks], ANSWER, seed=number)
         kinds += [task.kind for task in tasks]
         for name in outcomes:
             if name not in samplers:  # the last, once the law has run: the means of its decisions
@@ -159,7 +159,7 @@ def write(
     rng = np.random.default_rng(77)
     windows = [window(streams, rng) for _ in range(ROWS)]
     prompts, held_out = [w[:PROMPT] for w in windows], [w[PROMPT:] for w in windows]
-    state = read(subject, prompts, FREE_TEXT_TOKENS, seed=77)
+    state = prefill(subject, prompts, FREE_TEXT_TOKENS, seed=77)
     texts = {}
     for name, sampler in samplers.items():
         tokens, trace = continue_rows(subject, sampler, state, FREE_TEXT_TOKENS)

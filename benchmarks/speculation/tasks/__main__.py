@@ -14,6 +14,7 @@ os.environ.setdefault("NPROC", "1")  # threads of XLA, as in `entropic generate`
 
 from ...harness.paths import ROOT
 from ...harness.publishing import benchmark_parser, measure_and_publish
+from ..measure import DTYPES
 from . import measure, report
 
 NAME = "speculation.tasks"
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="measurements of JSON and tool calls (7)")
     parser.add_argument("--tokens", type=int, help="tokens of JSON or a tool call, at most (768)")
     parser.add_argument("--threads", type=int, default=2, help="cores")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the model and its KV cache")
     embedded = ROOT / "models" / "embedded"
     parser.add_argument("--model", type=Path, default=embedded, help="directory of the model (embedded)")
     options = parser.parse_args()

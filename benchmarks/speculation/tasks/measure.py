@@ -57,7 +57,7 @@ def measure_edits(options: argparse.Namespace, advance: Callable[[], None]) -> d
         options: the options of the command.
         advance: called after each cell: a context, a temperature and a kind of edits.
     """
-    model, tokenizer = decoding.load(options.model), options.model / "tokenizer.json"
+    model, tokenizer = decoding.load(options.model, options.dtype), options.model / "tokenizer.json"
     costs = decoding.pass_costs(model, max(options.contexts))
     entries: list[dict[str, Any]] = []
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from ...harness.provenance import stamp
 from ...harness.tables import Table
-from ..report import ARM_HEADER, MEASURED_CODE, arm_columns, pass_columns, spread
+from ..report import ARM_HEADER, MEASURED_CODE, arm_columns, of_dtype, pass_columns, spread
 from .schemas import UNBOUNDED
 
 CELL = ("kind", "context", "temperature")
@@ -14,7 +14,8 @@ ALL = "all"  # the tasks of a kind together
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Edits, for every kind, context, temperature and arm; JSON and tool calls, for every task."""
-    return [_edits(results.get("edits", [])), _structured(results.get("structured", []))]
+    parts = _edits(results.get("edits", [])), _structured(results.get("structured", []))
+    return [(title + of_dtype(results), header, rows) for title, header, rows in parts if rows]
 
 
 def _edits(entries: list[dict[str, Any]]) -> Table:

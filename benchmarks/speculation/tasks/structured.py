@@ -38,7 +38,7 @@ def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[di
     """
     results = []
     for rows in options.rows:
-        with front_ends(options.model, rows) as arms:
+        with front_ends(options.model, rows, options.dtype) as arms:
             for kind in KINDS:
                 results += _cells(options, arms, kind, rows)
                 advance()
@@ -46,19 +46,20 @@ def measure(options: argparse.Namespace, advance: Callable[[], None]) -> list[di
 
 
 @contextmanager
-def front_ends(model: Path, rows: int) -> Iterator[dict[str, Frontend]]:
+def front_ends(model: Path, rows: int, dtype: str) -> Iterator[dict[str, Frontend]]:
     """A front end without drafts and one with, by the value of `speculate`, each with an engine.
 
     Args:
         model: the directory of the model.
         rows: number of rows of the engines.
+        dtype: of the model and its KV cache.
     """
     remember_compilations()
     engines: list[Engine] = []
     arms: dict[str, Frontend] = {}
     try:
         for name in (OFF, AUTO):
-            stated = {"speculate": name, "dtype": "float32", "max_num_seqs": rows, "max_model_len": CONTEXT}
+            stated = {"speculate": name, "dtype": dtype, "max_num_seqs": rows, "max_model_len": CONTEXT}
             control, engine_options = read_options(None, {**stated, "warmup": "min"})
             engine = start(model, engine_options, control=control)
             engines.append(engine)
