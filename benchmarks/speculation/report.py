@@ -68,7 +68,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 def of_dtype(results: dict[str, Any]) -> str:
     """What the title of a table adds about the dtype of the model: nothing for float32."""
-    return "" if results["dtype"] == "float32" else f", {results['dtype']}"
+    dtype = results.get("dtype", "float32")
+    return "" if dtype == "float32" else f", {dtype}"
 
 
 def arm_columns(entries: list[dict[str, Any]], name: str) -> list[str]:
