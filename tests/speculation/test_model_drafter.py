@@ -24,6 +24,7 @@ from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.speculation.pass_timing import measure_pass_costs
 from entropic_jax.speculation.stored_costs import roofline_pass_costs
 from entropic_jax.state import Hardware
+from tests.marks import exhaustive
 from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
 from tests.speculation.test_lossless import run as run_alone
 from tests.tiny import model, prompts
@@ -84,7 +85,7 @@ def plain():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vocabulary", [90, 128])
+@pytest.mark.parametrize("vocabulary", [90, *exhaustive(128)])
 def test_a_model_that_drafts_nonsense_changes_nothing(plain, vocabulary):
     tokens, state, trace = run(model(seed=5, vocab_size=vocabulary, **SMALL), drafting())
     assert tokens == plain[0]
@@ -95,7 +96,7 @@ def test_a_model_that_drafts_nonsense_changes_nothing(plain, vocabulary):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cascaded", [False, True])
+@pytest.mark.parametrize("cascaded", [True, *exhaustive(False)])
 def test_every_draft_of_the_target_itself_is_accepted(plain, cascaded):
     """So no position lacks its keys and values, whoever has drafted, and the noise is the same."""
     tokens, _, trace = run(model(), drafting(cascaded=cascaded))
