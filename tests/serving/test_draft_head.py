@@ -53,7 +53,7 @@ def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, monkeypatch)
         copies_no_pool(engine, "decode")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_llm_server_and_command_find_the_head_of_a_directory(head_directory, entropic):
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)
     texts = []

@@ -104,7 +104,7 @@ def test_the_pages_of_both_models_are_counted(model):  # noqa: F811
     assert both.decoder.shape.vocabulary == shape.vocabulary
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_llm_and_generate_command(directory, entropic):
     """A directory drafts for itself, by each of the interfaces."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=16, ignore_eos=True)

@@ -70,6 +70,7 @@ def test_scores_of_completions(real, directory, tmp_path):
     compare(ours, reference, tasks)
 
 
+@pytest.mark.exhaustive
 def test_scores_of_chat_completions(directory, tmp_path):
     options = {"apply_chat_template": True, "tasks": ("write",)}
     with real_server(directory=directory) as live:

@@ -94,7 +94,7 @@ heads = dict(num_attention_heads=8, head_dim=16, num_key_value_heads=2)
 config = dataclasses.replace(model.config, vocab_size=264, **heads)
 models.save(dataclasses.replace(models.initialise(config, 1), tokenizer=model.tokenizer), folder)
 report = {}
-cases = (1, None), (4, None), (8, 1)
+cases = (1, None), (4, None)
 for size, shards in cases:
     options = dict(tensor_parallel_size=size, decode_context_parallel_size=shards)
     # Pages for less than both sequences: one is preempted, and has its pages on other devices afterwards.
@@ -118,7 +118,7 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-def test_two_kv_heads_on_eight_devices_give_the_same_tokens(directory, tmp_path):
+def test_two_kv_heads_on_four_devices_give_the_same_tokens(directory, tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", FEWER_KV_HEADS, directory, str(tmp_path)],
         cwd=ROOT,
@@ -132,8 +132,7 @@ def test_two_kv_heads_on_eight_devices_give_the_same_tokens(directory, tmp_path)
     alone = report["1/None"]["tokens"]
     assert len(set(alone[0])) > 4
     # Of five pages, and a scratch page on each device.
-    for case, pool in (("4/None", [4, 1]), ("8/1", [6, 1])):
-        assert report[case] == {"tokens": alone, "pool": pool}, case
+    assert report["4/None"] == {"tokens": alone, "pool": [4, 1]}
     assert report["saved/1"] == "model must have one copy of each KV head to be saved; it has 2 on its mesh"
     assert report["saved/3"].endswith(
         "decode_context_parallel_size must divide 2, the devices that have the same KV head, of 4 devices "

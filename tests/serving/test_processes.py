@@ -97,8 +97,8 @@ def tokens_of(
 @pytest.mark.parametrize(
     ("preset", "processes", "devices"),
     [
-        ("meso", 2, 1),
-        *exhaustive(("full-lossy", 2, 1), ("off", 4, 1)),
+        ("off", 2, 1),
+        *exhaustive(("meso", 2, 1), ("full-lossy", 2, 1), ("off", 4, 1)),
     ],
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):

@@ -12,6 +12,7 @@ from entropic_jax.serving.http.protocol.chat import Message
 from entropic_jax.serving.llm.lora_request import LoRARequest
 from entropic_jax.serving.llm.prompts import at, conversations_of, tokenize, tokenize_conversation
 from entropic_jax.serving.request import Request, RequestError, chat_template
+from tests.shallow_model import shallow_model
 
 
 @pytest.mark.parametrize(
@@ -155,10 +156,9 @@ def test_adapters_of_llm(arguments, message):
         LoRARequest(*arguments)
 
 
-@pytest.mark.slow
 @pytest.mark.slow  # compiles an engine
 def test_parameters_for_each_prompt():
-    with LLM(max_num_seqs=1, max_model_len=64, warmup="none") as llm:
+    with LLM(shallow_model(), preset="off", max_num_seqs=1, max_model_len=64, warmup="none") as llm:
         for params in ([None], [SamplingParams(), None]):
             with pytest.raises(
                 TypeError, match=r"sampling_params must be SamplingParams .* a list with NoneType"

@@ -56,7 +56,7 @@ def test_streamed_and_returned_alone_and_in_company(entropic, exploring, tmp_pat
     assert stopped["finish_reason"] == "stop" and stopped["text"] == tree["text"].split(stop, 1)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_branches_make_a_difference_and_greedy_is_greedy(entropic, exploring):
     run = lambda *arguments: json.loads(
         entropic("generate", "--model", exploring, *arguments, *SAME, "--json")[1]

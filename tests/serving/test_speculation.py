@@ -245,7 +245,7 @@ def test_metrics_have_the_names_of_vllm(suffix):
         assert values[f"vllm:spec_decode_{key}_total"] == snapshot[key] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_llm_with_several_continuations(directory):
     params = [
         SamplingParams(temperature=0.7, seed=3, n=3, max_tokens=24, ignore_eos=True, logit_bias=NARROW),

@@ -62,7 +62,7 @@ def test_an_engine_with_adapters_is_unrolled_and_says_so(directory, monkeypatch,
     assert "layers are unrolled, not scanned, in programs of a model with adapters" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_without_a_server_a_draft_model_and_its_target_are_scanned(directory, monkeypatch):
     request, results = Request(prompt=prompt(30, 1), max_tokens=12, temperature=0.0, ignore_eos=True), []
     for layers in ("unrolled", "scanned"):
