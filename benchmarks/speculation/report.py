@@ -61,8 +61,8 @@ def tables(results: dict[str, Any]) -> list[Table]:
     ]
     result_tables.append((f"Decoding, one sequence{suffix}", header, rows))
     if results.get("batches"):
-        title, *rest = _batches(results["batches"])
-        result_tables.append((title + suffix, *rest))
+        title, header, rows = _batches(results["batches"])
+        result_tables.append((title + suffix, header, rows))
     return result_tables
 
 

@@ -64,7 +64,7 @@ def measure(folder: Path, rows: int, steps: int, console: Console) -> dict[str, 
     texts = np.stack([stream[s : s + PROMPT + REPLAYED] for s in starts])
     levels = max(len(SET_POINTS), len(BUDGETS))
     # Rows differ in their prompts and seeds; all arms begin with the same state.
-    state = ablation.read(subject, texts[:, :PROMPT].tolist(), 2 * steps * levels + REPLAYED)
+    state = ablation.prefill(subject, texts[:, :PROMPT].tolist(), 2 * steps * levels + REPLAYED)
     contraction = {}
     for name, law in REPLAYED_LAWS.items():
         contraction[name] = along_text(subject, as_arrays(law(calibration.target_entropy)), state, texts)

@@ -68,7 +68,7 @@ def _check_unconsumed(name: str, value: Any, accepted: str) -> None:
     Args:
         name: the name of the argument.
         value: a pytree of arrays.
-        accepted: which one must be given.
+        accepted: the one that the argument must be.
     """
     arrays = (x for x in jax.tree.leaves(value) if isinstance(x, jax.Array))
     if any(not isinstance(x, jax.core.Tracer) and x.is_deleted() for x in arrays):

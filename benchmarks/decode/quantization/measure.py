@@ -71,7 +71,7 @@ def quality(workload: Workload, quick: bool, console: Console) -> list[dict[str,
     rows = []
     for name, precision in PRECISIONS.items():
         subject, setting = load_subject(precision), preset("off")
-        state = ablation.read(subject, [text[:-scored] for text in texts], scored + 1)
+        state = ablation.prefill(subject, [text[:-scored] for text in texts], scored + 1)
         state = ablation.resume(state, setting.controller)
         outcome = ablation.forced(subject, setting.controller, state, [text[-scored:] for text in texts])
         bits = [workload.bits_per_byte(row) for row in outcome.surprisal]
@@ -96,7 +96,7 @@ def speed(workload: Workload, quick: bool, console: Console) -> list[dict[str, A
     for batch in BATCHES[: 1 if quick else None]:
         texts, states = workload.windows(batch, CONTEXT, 3), {}
         for name, subject in subjects.items():
-            state = ablation.read(subject, texts, (repeat + 2) * steps)
+            state = ablation.prefill(subject, texts, (repeat + 2) * steps)
             states[name] = ablation.resume(state, setting.controller)
         presets = dict.fromkeys(subjects, setting)
         console.print(f"speed of {batch} sequences", highlight=False)
