@@ -73,7 +73,7 @@ def results_file(name: str, device: str, dtype: str = "float32") -> Path:
     Args:
         name: the name of the benchmark.
         device: the name of the device.
-        dtype: of the model; the name of the file says so where it is not float32.
+        dtype: the dtype of the model; the name of the file says so where it is not float32.
     """
     of_dtype = "" if dtype == "float32" else f"-{dtype}"
     return paths.RESULTS / f"{name}-{file_slug(device)}{of_dtype}.json"

@@ -52,7 +52,7 @@ def front_ends(model: Path, rows: int, dtype: str) -> Iterator[dict[str, Fronten
     Args:
         model: the directory of the model.
         rows: number of rows of the engines.
-        dtype: of the model and its KV cache.
+        dtype: the dtype of the model and its KV cache.
     """
     remember_compilations()
     engines: list[Engine] = []
