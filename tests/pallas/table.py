@@ -85,7 +85,7 @@ def interpreted() -> Iterator[Trial]:
 
     for case in paged_cases.SMALL:
         yield "decode", case.name, TPU[0], in_both_modes(lambda mode, c=case: _decode_on_tpu(c, mode))
-    for case in (getattr(x, "values", (x,))[0] for x in paged_tests.GPU_CASES):
+    for case in paged_tests.GPU_CASES:
         yield "decode", case.name, GPU[0], lambda c=case: _decode_on_gpu(c)
     for case in prefill_tests.SMALL:
         yield "prefill", case.name, TPU[0], in_both_modes(lambda mode, c=case: _prefill(c, mode))

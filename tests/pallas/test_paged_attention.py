@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules
 
+from .compilers import sample
+
 SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 3, 16, 64, 40)]
 
 
@@ -69,7 +71,7 @@ def exact(q, keys, values, table, index, count, first, last):
 
 
 @pytest.mark.parametrize("name", paged_attention.DECODE.backends)
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", sample(SIZES, 0, 3))
 def test_back_ends_agree_with_float64(name, sizes):
     for seed in range(4):
         arguments = case(seed, *sizes)
@@ -108,7 +110,7 @@ def test_the_chosen_back_end_on_random_lengths(seed):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "xla"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", sample(range(4), 0))
 def test_the_share_of_each_page(seed, backend):
     arguments = case(seed, 3, 2, 2, 16, 8, 5)
     q, keys, values, table, index, count, first, last = arguments

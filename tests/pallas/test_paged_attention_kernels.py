@@ -10,7 +10,7 @@ import pytest
 from entropic_jax.pallas.paged_attention import cases, gpu, reference, split_kv, tpu
 
 from . import programs
-from .compilers import interpreted_on_gpu, interpreted_on_tpu
+from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
 
 NAMES = [case.name for case in cases.SMALL]
 SMALL_CHUNKS = {
@@ -27,7 +27,7 @@ GPU_CASES = (
     cases.Case(2, 2, 2, 128, 128, 3, kept=0.7, dtype="bfloat16"),
     cases.Case(2, 1, 2, 128, 64, 5, kept=0.7, dtype="bfloat16", pages="int8"),
     cases.Case(2, 1, 2, 64, 128, 3, window=True, dtype="bfloat16", pages="float8_e4m3fn"),
-    pytest.param(cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"), marks=pytest.mark.exhaustive),
+    cases.Case(2, 1, 8, 256, 16, 9, kept=0.6, dtype="bfloat16"),
 )
 
 
@@ -128,7 +128,7 @@ def test_tpu_with_the_chunks_of_a_real_one_and_in_several_calls(scalars, monkeyp
     check(on_tpu(TILE_32, arguments, "late"), TILE_32, inputs)
 
 
-@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", sample(GPU_CASES, 0, 2), ids=lambda case: case.name)
 def test_gpu_in_the_interpreter(case, small_chunks):
     inputs, arguments = arguments_of(case)
     check(on_gpu(case, arguments, detect_races=True), case, inputs)
