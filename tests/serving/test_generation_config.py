@@ -34,7 +34,6 @@ def test_the_source_of_the_config(tmp_path):
 @pytest.mark.parametrize(
     ("make", "reason"),
     [(os.mkfifo, "no regular file"), (lambda file: file.write_text("[" * 10**5), "not JSON")],
-    [(os.mkfifo, "no regular file"), (lambda file: file.write_text("[" * 10**5), "not JSON")],
 )
 def test_a_config_that_cannot_be_read(tmp_path, make, reason):
     make(tmp_path / "generation_config.json")
