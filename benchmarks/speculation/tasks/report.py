@@ -124,4 +124,6 @@ def notes(results: dict[str, Any]) -> list[str]:
             " *strings without bounds*: the same schemas without the longest lengths of strings, as most "
             "clients state them."
         )
-    return [f"{machine}; model {results['model']}, {results['dtype']}.", imposed, edits, structured]
+    measured = {"edits": [imposed, edits], "structured": [structured]}
+    of_parts = [note for part, its in measured.items() if results.get(part) for note in its]
+    return [f"{machine}; model {results['model']}, {results['dtype']}.", *of_parts]
