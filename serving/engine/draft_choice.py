@@ -5,6 +5,9 @@ other work on the machine) is in its measured rate alone, so the kind that has b
 launches from time to time, because texts change. The first of them is short, and does not count: after a
 launch of the other kind, steps take longer. The second is as long as any, since what a launch costs besides
 its steps weighs more in a short one.
+
+A machine that slows down slows both kinds down. So what a launch changes in the rate of its kind, it changes
+in that of the kind that waits as well: which is faster is decided by launches of both at one speed.
 """
 
 from typing import NamedTuple
@@ -14,6 +17,7 @@ LONGEST_WAIT = 32  # launches until the slower kind is tried again
 TRIAL_STEPS = 4  # of the first launch that tries the slower kind, at most
 HOPEFUL = 0.97  # of the rate of plain launches: slower drafts are not for new sequences
 LEARNING_RATE = 0.25  # weight of the latest launch in a rate
+TRIAL_WEIGHT = 0.5  # the same of one after launches of the other kind
 
 
 class Rate(NamedTuple):
@@ -22,12 +26,22 @@ class Rate(NamedTuple):
     tokens_per_second: float = 0.0
     launches: int = 0
 
-    def with_launch(self, tokens: float, seconds: float) -> "Rate":
-        """The rate after one more launch; the first one may have waited for a compilation."""
+    def with_launch(self, tokens: float, seconds: float, weight: float) -> "Rate":
+        """The rate after one more launch; the first one may have waited for a compilation.
+
+        Args:
+            tokens: the tokens that a row emitted, on average.
+            seconds: the seconds that the launch took.
+            weight: the weight of the launch in the rate.
+        """
         if self.launches < 2:
             return Rate(tokens / seconds, self.launches + 1)
         change = tokens / seconds - self.tokens_per_second
-        return Rate(self.tokens_per_second + LEARNING_RATE * change, self.launches + 1)
+        return Rate(self.tokens_per_second + weight * change, self.launches + 1)
+
+    def scaled(self, factor: float) -> "Rate":
+        """The rate of a machine that is so many times as fast."""
+        return self._replace(tokens_per_second=factor * self.tokens_per_second)
 
 
 class DraftChoice:
@@ -41,6 +55,7 @@ class DraftChoice:
         self._planned: tuple[int, bool] | None = None  # width and kind of the launch planned last
         self._latest: tuple[int, bool] | None = None  # of the launch recorded last
         self._uncounted: set[tuple[int, bool]] = set()  # those whose latest launch did not count
+        self._running: dict[int, bool] = {}  # the kind of the latest launch that counted, by width
 
     def drafts(self, width: int, untried: float) -> bool:
         """Whether the next launch should draft tokens.
@@ -97,8 +112,7 @@ class DraftChoice:
         """
         before, counts = self._faster(width), self._counts(width, speculates)
         if counts:
-            rate = self._rate(width, speculates).with_launch(tokens, seconds)
-            self._rates[width, speculates] = rate
+            self._learn(width, speculates, tokens, seconds)
         faster = self._faster(width)
         if not counts and speculates != faster:
             return  # its next launch counts
@@ -107,6 +121,18 @@ class DraftChoice:
         else:
             wait = min(2 * self._wait.get(width, 1), LONGEST_WAIT) if faster == before else 2
             self._due[width] = self._wait[width] = wait
+
+    def _learn(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
+        """Update the rates of both kinds by a launch that counts. Arguments as in `record`."""
+        repeated = self._running.get(width) == speculates
+        self._running[width] = speculates
+        old, other = self._rate(width, speculates), self._rate(width, not speculates)
+        rate = old.with_launch(tokens, seconds, LEARNING_RATE if repeated else TRIAL_WEIGHT)
+        self._rates[width, speculates] = rate
+        learnt = min(old.launches, other.launches) >= LEARNING_LAUNCHES and old.tokens_per_second > 0
+        if repeated and learnt:
+            speed = rate.tokens_per_second / old.tokens_per_second
+            self._rates[width, not speculates] = other.scaled(speed)
 
     def _counts(self, width: int, speculates: bool) -> bool:
         """Whether a launch is of the same kind as the one before; of the others, every second counts.

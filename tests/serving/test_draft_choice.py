@@ -28,6 +28,16 @@ def test_the_choice_follows_a_change_of_the_texts():
     assert kinds(choice, 4 * LONGEST_WAIT, {True: 6.0, False: 2.0})[-4:].count(True) >= 3
 
 
+def test_a_machine_that_slows_down_makes_no_kind_look_faster():
+    choice, chosen = DraftChoice(), []
+    for launch in range(400):
+        speculates = choice.drafts(8, 0.0)
+        slow = 2.0 if launch % 40 > 20 else 1.0  # seconds: each kind is as often measured slow
+        choice.record(8, speculates, {True: 1.6, False: 2.0}[speculates], slow)
+        chosen.append(speculates)
+    assert chosen[40:].count(True) < 60
+
+
 def test_new_sequences_are_tried_with_drafts():
     choice = DraftChoice()
     kinds(choice, 100, {True: 1.96, False: 2.0})
