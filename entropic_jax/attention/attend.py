@@ -232,7 +232,8 @@ def _read_partial(
     rows, n = q.shape[0], q.shape[3]
     if reader is not None and (n > 1 or not hasattr(reader, "read_partial")):
         raise ValueError(
-            "method must be None for a model whose attention has a soft cap or sinks, or on a mesh"
+            "method must be None for a model whose attention has a soft cap or sinks, or whose KV heads "
+            "are divided over devices"
         )
     if n == 1 and reader is not None:
         part = reader.read_partial(layer, q[:, :, :, 0], first[:, 0], last, soft_cap)

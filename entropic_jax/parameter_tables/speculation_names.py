@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .control_gains import DRAFTS, SCALES
+from .json_file import json_object
 from .table import Number, ParameterError, short
 
 Speculate = Literal["off", "auto", "suffix", "pruned", "head"]
@@ -52,14 +53,10 @@ def is_draft_head(speculate: Any) -> bool:
     """
     if speculate == HEAD:
         return True
-    if not is_draft_model(speculate):
-        return False
-    file = Path(speculate) / "config.json"
-    try:
-        raw = json.loads(file.read_text("utf-8")) if file.is_file() else None
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(raw, dict) and raw.get("model_type") == HEAD_TYPE
+    return (
+        is_draft_model(speculate)
+        and json_object(Path(speculate) / "config.json").get("model_type") == HEAD_TYPE
+    )
 
 
 def has_weights(speculate: Any) -> bool:

@@ -6,8 +6,9 @@ launches from time to time, because texts change. The first of them is short, an
 launch of the other kind, steps take longer. The second is as long as any, since what a launch costs besides
 its steps weighs more in a short one.
 
-A machine that slows down slows both kinds down. So what a launch changes in the rate of its kind, it changes
-in that of the kind that waits as well: which is faster is decided by launches of both at one speed.
+The speed of the machine changes the rates of both kinds. So a launch that changes the rate of its kind
+scales that of the kind that waits by as much. What a change of the texts does to one kind alone shows in the
+next try.
 """
 
 from typing import NamedTuple

@@ -57,9 +57,7 @@ def read(source: str) -> Mapping[str, Any] | None:
         return None if source == "auto" else {}
     file = Path(source) / FILE
     try:
-        if file.exists() and not file.is_file():
-            raise OSError(0, f"{FILE} is no regular file")
-        values = json.loads(file.read_text("utf-8"))
+        values = json.loads(file.read_text("utf-8")) if file.is_file() else None
     except OSError as error:
         reason = error.strerror
     except (ValueError, RecursionError) as error:
@@ -67,7 +65,7 @@ def read(source: str) -> Mapping[str, Any] | None:
     else:
         if isinstance(values, dict):
             return values
-        reason = f"{FILE} holds no JSON object"
+        reason = f"{FILE} is no regular file, or holds no JSON object"
     raise RequestError(f"{SOURCE} must be auto, vllm or a folder with {FILE}; got {source} ({reason})")
 
 

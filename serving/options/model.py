@@ -1,8 +1,8 @@
 """Defaults of the model options: the embedded model, and the dtype that a model computes in."""
 
-import json
 from pathlib import Path
 
+from entropic_jax.parameter_tables.json_file import json_object
 from entropic_jax.parameter_tables.table import short
 
 from ..request import RequestError
@@ -27,12 +27,7 @@ def check_directory(model: Path) -> None:
 
 def converted_dtype(model: str | Path | None) -> str | None:
     """The dtype that a converted checkpoint says it has; None for any other directory."""
-    try:
-        file = None if model is None else Path(model) / CONVERTED
-        stated = json.loads(file.read_text("utf-8")) if file is not None and file.is_file() else None
-    except (OSError, ValueError, RecursionError):  # whoever loads the model says what is wrong
-        return None
-    dtype = stated.get("dtype") if isinstance(stated, dict) else None
+    dtype = None if model is None else json_object(Path(model) / CONVERTED).get("dtype")
     return dtype if dtype in DTYPES[1:] else None
 
 

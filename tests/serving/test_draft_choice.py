@@ -32,8 +32,8 @@ def test_a_machine_that_slows_down_makes_no_kind_look_faster():
     choice, chosen = DraftChoice(), []
     for launch in range(400):
         speculates = choice.drafts(8, 0.0)
-        slow = 2.0 if launch % 40 > 20 else 1.0  # seconds: each kind is as often measured slow
-        choice.record(8, speculates, {True: 1.6, False: 2.0}[speculates], slow)
+        seconds = 2.0 if launch % 40 > 20 else 1.0  # seconds of a launch
+        choice.record(8, speculates, {True: 1.6, False: 2.0}[speculates], seconds)
         chosen.append(speculates)
     assert chosen[40:].count(True) < 60
 
