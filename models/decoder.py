@@ -19,13 +19,14 @@ from entropic_jax.state.layer_stacks import LayerPattern
 from . import sharding
 from .block_spec import BlockSpec, ExpertsSpec, Family, LatentAttentionSpec
 from .config import Config, ModelError, abbreviate
-from .experts import ExpertReader, Router, SparseMLP
+from .experts import SparseMLP
 from .families import FAMILIES, REFUSED
 from .latent_attention import LatentAttention
-from .layer_stack import layer_pattern, outside_loops, scans_layers, traced_layers
+from .layer_stack import layer_pattern, outside_loops, traced_layers
 from .layers import MLP, Attend, Attention, CausalLM, DecoderLayer, Linear, OperandDtype
 from .quantisation import quantise_module
 from .rope import context_key, rope_problem
+from .router import ExpertReader, Router
 
 Params = dict[str, Any]
 """{"embed_tokens": …, "layers": (…,), "norm": …, "lm_head": …}: nested dicts and tuples of raw arrays."""
@@ -67,21 +68,6 @@ def blocks(config: Config) -> tuple[BlockSpec, ...]:
         if problem := rope and rope_problem(rope):
             raise ModelError(problem)
     return result
-
-
-def is_mixture(config: Config) -> bool:
-    """Whether layers of the model have experts."""
-    return any(isinstance(block.mlp, ExpertsSpec) for block in blocks(config))
-
-
-def is_scanned(config: Config, platform: str | None = None) -> bool:
-    """Whether programs of engines scan over the layers of a model, see `layer_stack.scans_layers`.
-
-    Args:
-        config: the model's configuration.
-        platform: the platform of the programs; None for that of the default device.
-    """
-    return scans_layers(is_mixture(config), platform)
 
 
 def decoder_layer(hidden: int, spec: BlockSpec) -> DecoderLayer:

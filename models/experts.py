@@ -1,47 +1,32 @@
 """Mixture of experts: a router selects a few feed-forward blocks (experts) for each token.
 
-Only the weights of selected experts are read. Pairs (token, expert) are sorted by expert. On a CPU they are
-processed in blocks of pairs of one expert, elsewhere by XLA's grouped matrix product. Both multiply every
-pair by the same expert, so they agree up to rounding.
+Pairs (token, expert) are sorted by expert, and each projection is one product of all pairs, each with the
+matrix of its expert (`pallas.grouped_matmul`), which reads the experts that were selected.
 
 On a mesh whose devices hold different experts, each computes the pairs of its own for all tokens, and the sum
 over the devices adds them up. The other pairs are sorted to the end, where no expert reads them.
-
-The grouped product is not used on CPUs because there it multiplies every pair by every expert. Gathering the
-selected kernels into one array is not used because the gather alone takes longer than the blocks.
 """
 
-from functools import partial
-from typing import Any, Protocol
+from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from entropic_jax.mesh import EXPERT, TENSOR, first_of_shard, shards_along, sum_over_shards
+from entropic_jax.pallas.grouped_matmul import grouped_matmul
+from entropic_jax.pallas.silu_and_mul import silu_and_mul
 
 from .activations import FUNCTIONS, clamped_swiglu
-from .block_spec import ExpertsSpec, RouterSpec
+from .block_spec import ExpertsSpec
 from .config import ModelError
 from .layers import MLP, Linear
-
-LARGEST_BLOCK = 128  # pairs; a larger one gains nothing on a CPU
-
-
-class ExpertReader(Protocol):
-    """Decides how many of the experts that a router chooses are read, layer after layer."""
-
-    def __call__(self, probability: jax.Array, most: int, /) -> jax.Array:
-        """The number that each token reads, int32 `[tokens]`, from 1 to `most`.
-
-        Args:
-            probability: the probabilities of the router, over all experts, float32 `[tokens, experts]`.
-            most: the number that the router chooses.
-        """
+from .router import ExpertReader, Router
 
 
 class StackedLinear(nnx.Module):
-    """One matrix per expert, `kernel` [experts, in, out].
+    """One matrix per expert, `kernel` [experts, in, out]; a quantised one has a `scale`, see `quantisation`.
 
     Args:
         experts: how many.
@@ -53,6 +38,17 @@ class StackedLinear(nnx.Module):
     def __init__(self, experts: int, inputs: int, outputs: int, bias: bool = False) -> None:
         self.kernel = nnx.Param(jnp.zeros((experts, inputs, outputs)))
         self.bias = nnx.Param(jnp.zeros((experts, outputs))) if bias else None
+        self.scale: nnx.Param | None = nnx.data(None)
+
+
+class Projections(NamedTuple):
+    """The matrices of the experts: those of the gate, those that are gated, those that lead back."""
+
+    kernels: tuple[jax.Array, ...]  # each [matrices, in, out]
+    scales: tuple[jax.Array, ...] = ()  # of quantised kernels
+    biases: tuple[jax.Array, ...] = ()  # each [experts, out]
+    first: jax.Array | int = 0  # matrix of the first expert
+    experts: int | None = None  # how many; None for one per matrix
 
 
 class Experts(nnx.Module):
@@ -69,6 +65,10 @@ class Experts(nnx.Module):
         self.down_proj = StackedLinear(spec.experts, spec.inner, hidden, spec.bias)
         self.activation, self.clamp = spec.activation, spec.clamp
         self.weighted_inputs = spec.weighted_inputs
+        # In a program that scans over layers, matrices are those of all repeats of a layer, of which this is
+        # one.
+        self.repeat: jax.Array | int | None = nnx.data(None)
+        self.repeats = 1
 
     def __call__(
         self, x: jax.Array, expert_ids: jax.Array, weights: jax.Array, all_read: bool = True
@@ -85,19 +85,63 @@ class Experts(nnx.Module):
             `[tokens, hidden]`.
         """
         layers = self.gate_proj, self.up_proj, self.down_proj
-        kernels = [layer.kernel[...] for layer in layers]
-        biases = [layer.bias[...].astype(x.dtype) for layer in layers if layer.bias is not None]
-        if (
-            biases and shards_along(TENSOR) > 1
-        ):  # the devices that share an expert add up its outputs, so one of them adds the bias
-            biases[-1] = jnp.where(first_of_shard(1, TENSOR) == 0, biases[-1], 0)
-        expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
-        product = partial(gate_product, activation=self.activation, clamp=self.clamp)
-        rule = {"product": product, "weighted_inputs": self.weighted_inputs, "all_read": all_read}
-        ways = (partial(way, **rule) for way in (in_blocks, grouped))
-        return jax.lax.platform_dependent(
-            x, expert_ids, weights, *kernels, *biases, **dict(zip(("cpu", "default"), ways, strict=True))
+        kernels = tuple(layer.kernel[...] for layer in layers)
+        biases = tuple(layer.bias[...].astype(x.dtype) for layer in layers if layer.bias is not None)
+        if biases and shards_along(TENSOR) > 1:
+            # The devices that share an expert add up its outputs, so one of them adds the bias.
+            biases = (*biases[:2], jnp.where(first_of_shard(1, TENSOR) == 0, biases[2], 0))
+        scales = tuple(layer.scale[...] for layer in layers if layer.scale is not None)
+        experts = kernels[0].shape[0] // self.repeats
+        first = 0 if self.repeat is None else self.repeat * experts
+        return expert_sum(
+            x,
+            local_numbers(expert_ids, experts),
+            weights,
+            Projections(kernels, scales, biases, first, experts),
+            ExpertRule(self.activation, self.clamp, self.weighted_inputs, all_read),
         )
+
+
+class ExpertRule(NamedTuple):
+    """What an expert computes besides its products."""
+
+    activation: str = "silu"  # of the gate
+    clamp: tuple[float, float] | None = None  # (α, limit) of the clamped SwiGLU, in the place of it
+    weighted_inputs: bool = False  # whether weights multiply the experts' inputs instead of their outputs
+    all_read: bool = True  # whether every number is that of an expert; a number past the last reads none
+
+
+def expert_sum(
+    x: jax.Array,
+    expert_ids: jax.Array,
+    weights: jax.Array,
+    projections: Projections,
+    rule: ExpertRule | None = None,
+    backend: str | None = None,
+) -> jax.Array:
+    """Σ over a token's experts of weight · expert(x), `[tokens, hidden]`.
+
+    Args:
+        x: `[tokens, hidden]`.
+        expert_ids: int32 `[tokens, experts per token]`, among the experts of this device.
+        weights: `[tokens, experts per token]`.
+        projections: the matrices of the experts.
+        rule: what else an expert computes; None for that of a Llama.
+        backend: the name of the back end of the products; None takes the first that supports the case.
+    """
+    kernels, scales, biases, first, experts = projections
+    experts, rule = kernels[0].shape[0] if experts is None else experts, rule or ExpertRule()
+    rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
+    weights = weights.astype(x.dtype)
+    if rule.weighted_inputs:
+        rows, weights = rows * weights.reshape(-1)[order, None], jnp.ones_like(weights)
+    added = [jnp.take(bias, expert_ids.reshape(-1)[order], 0, mode="clip") for bias in biases]
+    inner = grouped_matmul(rows, sizes, *kernels[:2], scales=scales[:2], first=first, backend=backend)
+    if added:
+        inner = inner[0] + added[0], inner[1] + added[1]
+    gated = gate_product(inner[0], inner[1], rule.activation, rule.clamp)
+    (out,) = grouped_matmul(gated, sizes, kernels[2], scales=scales[2:], first=first, backend=backend)
+    return _combine(out + added[2] if added else out, order, weights, sizes, rule.all_read)
 
 
 def gate_product(
@@ -111,82 +155,9 @@ def gate_product(
         activation: the activation of the gate.
         clamp: (α, limit) of the clamped SwiGLU, which takes the place of the activation.
     """
-    return FUNCTIONS[activation](gate) * up if clamp is None else clamped_swiglu(gate, up, *clamp)
-
-
-class Router(Linear):
-    """Chooses the experts of each token, and their weights.
-
-    Args:
-        hidden: width of the input.
-        experts: how many.
-        per_token: the number of experts that each token is routed to.
-        spec: how they are scored.
-    """
-
-    def __init__(self, hidden: int, experts: int, per_token: int, spec: RouterSpec) -> None:
-        super().__init__(hidden, experts, spec.bias)
-        self.e_score_correction_bias = nnx.Param(jnp.zeros(experts)) if spec.correction else None
-        self.per_token, self.spec = per_token, spec
-
-    def __call__(self, x: jax.Array, reader: ExpertReader | None = None) -> tuple[jax.Array, jax.Array]:
-        """Weights and numbers of the experts of tokens `[tokens, hidden]`; each `[tokens, per_token]`.
-
-        An expert that the reader leaves out has weight 0 and a number past the last. Where the weights of a
-        token's experts sum to one, those of the experts that are read do.
-        """
-        spec, logits = self.spec, super().__call__(x).astype(jnp.float32)
-        score = jax.nn.sigmoid if spec.scores == "sigmoid" else partial(jax.nn.softmax, axis=-1)
-        if spec.by_logit:
-            chosen, expert_ids = jax.lax.top_k(logits, self.per_token)
-            if reader is not None:
-                chosen, expert_ids = self.read_by(reader, logits, chosen, expert_ids, -jnp.inf)
-            return score(chosen), expert_ids
-        scores = score(logits)
-        if self.e_score_correction_bias is None and spec.groups == 1:
-            weights, expert_ids = jax.lax.top_k(scores, self.per_token)
-        else:
-            _, expert_ids = jax.lax.top_k(self.eligible(scores), self.per_token)
-            weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
-        if reader is not None:
-            weights, expert_ids = self.read_by(reader, logits, weights, expert_ids, 0.0)
-        if spec.normalise:
-            weights = weights / weights.sum(axis=-1, keepdims=True)
-        return (weights if spec.scale == 1.0 else weights * spec.scale), expert_ids
-
-    def read_by(
-        self, reader: ExpertReader, logits: jax.Array, chosen: jax.Array, expert_ids: jax.Array, unread: float
-    ) -> tuple[jax.Array, jax.Array]:
-        """Scores and numbers of a token's experts, the best first, without those that are not read.
-
-        Args:
-            reader: decides how many are read.
-            logits: `[tokens, experts]`.
-            chosen: the scores of those that are chosen, `[tokens, per_token]`.
-            expert_ids: their numbers.
-            unread: the score of an expert that is not read.
-        """
-        experts = logits.shape[-1]
-        if self.spec.scores == "sigmoid":
-            scores = jax.nn.sigmoid(logits)
-            probability = scores / scores.sum(axis=-1, keepdims=True)
-        else:
-            probability = jax.nn.softmax(logits, axis=-1)
-        read = jnp.arange(self.per_token) < reader(probability, self.per_token)[:, None]
-        return jnp.where(read, chosen, unread), jnp.where(read, expert_ids, experts)
-
-    def eligible(self, scores: jax.Array) -> jax.Array:
-        """Scores by which experts are chosen: corrected, and −inf outside a token's best groups."""
-        spec = self.spec
-        if self.e_score_correction_bias is not None:
-            scores = scores + self.e_score_correction_bias[...].astype(jnp.float32)
-        if spec.groups == 1:
-            return scores
-        by_group = scores.reshape(scores.shape[0], spec.groups, -1)
-        best = jax.lax.top_k(by_group, min(spec.group_score, by_group.shape[-1]))[0].sum(-1)
-        _, groups = jax.lax.top_k(best, spec.groups_per_token)
-        kept = jax.nn.one_hot(groups, spec.groups, dtype=bool).any(1)
-        return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)
+    if clamp is not None:
+        return clamped_swiglu(gate, up, *clamp)
+    return silu_and_mul(gate, up) if activation == "silu" else FUNCTIONS[activation](gate) * up
 
 
 class SparseMLP(nnx.Module):
@@ -212,9 +183,7 @@ class SparseMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         flat, reader = x.reshape(-1, x.shape[-1]), self.expert_reader
         weights, expert_ids = self.gate(flat, reader)
-        rows = flat.astype(self.experts.gate_proj.kernel.dtype)
-        out = self.experts(rows, expert_ids, weights.astype(rows.dtype), reader is None).astype(x.dtype)
-        out = sum_over_shards(out).reshape(x.shape)
+        out = sum_over_shards(self.experts(flat, expert_ids, weights, reader is None)).reshape(x.shape)
         if self.shared_expert is None:
             return out
         shared = self.shared_expert(x)
@@ -234,100 +203,6 @@ def local_numbers(expert_ids: jax.Array, experts: int) -> jax.Array:
         return expert_ids
     local = expert_ids - first_of_shard(experts, EXPERT)
     return jnp.where((local >= 0) & (local < experts), local, experts)
-
-
-def grouped(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *biases: jax.Array,
-    product: Any = gate_product,
-    weighted_inputs: bool = False,
-    all_read: bool = True,
-) -> jax.Array:
-    """All pairs of an expert in one product, by `jax.lax.ragged_dot`; differentiable.
-
-    Args:
-        x: token rows `[tokens, hidden]`.
-        expert_ids: int32 `[tokens, experts per token]`.
-        weights: `[tokens, experts per token]`.
-        gate: `[experts, hidden, inner]`.
-        up: `[experts, hidden, inner]`.
-        down: `[experts, inner, hidden]`.
-        *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
-        product: the product of the two inner projections; see `gate_product`.
-        weighted_inputs: whether weights multiply the experts' inputs instead.
-        all_read: whether every number is that of an expert; a number past the last reads none.
-    """
-    rows, sizes, order = _sort_by_expert(x, expert_ids, gate.shape[0])
-    if weighted_inputs:
-        rows, weights = rows * weights.reshape(-1)[order, None], jnp.ones_like(weights)
-    added = [jnp.take(bias, expert_ids.reshape(-1)[order], 0, mode="clip") for bias in biases] or [None] * 3
-    plus = lambda y, bias: y if bias is None else y + bias
-    gated, raised = (
-        plus(jax.lax.ragged_dot(rows, w, sizes), b) for w, b in zip((gate, up), added[:2], strict=True)
-    )
-    out = plus(jax.lax.ragged_dot(product(gated, raised), down, sizes), added[2])
-    return _combine(out, order, weights, sizes, all_read)
-
-
-def in_blocks(
-    x: jax.Array,
-    expert_ids: jax.Array,
-    weights: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    down: jax.Array,
-    *biases: jax.Array,
-    product: Any = gate_product,
-    weighted_inputs: bool = False,
-    all_read: bool = True,
-) -> jax.Array:
-    """Blocks of at most `LARGEST_BLOCK` pairs of one expert, one after the other.
-
-    The number of blocks depends on the routing, so this has no reverse-mode derivative.
-
-    Args:
-        x: token rows `[tokens, hidden]`.
-        expert_ids: int32 `[tokens, experts per token]`.
-        weights: `[tokens, experts per token]`.
-        gate: `[experts, hidden, inner]`.
-        up: `[experts, hidden, inner]`.
-        down: `[experts, inner, hidden]`.
-        *biases: the biases of the three, `[experts, inner]` or `[experts, hidden]`, where they have any.
-        product: the product of the two inner projections; see `gate_product`.
-        weighted_inputs: whether weights multiply the experts' inputs instead.
-        all_read: whether every number is that of an expert; a number past the last reads none.
-    """
-    experts = gate.shape[0]
-    rows, sizes, order = _sort_by_expert(x, expert_ids, experts)
-    if weighted_inputs:
-        rows, weights = rows * weights.reshape(-1)[order, None], jnp.ones_like(weights)
-    mean = -(-expert_ids.size // (experts * shards_along(EXPERT)))
-    block = min(1 << (mean - 1).bit_length(), LARGEST_BLOCK)
-    rows = jnp.pad(rows, ((0, block), (0, 0)))
-    blocks = -(-sizes // block)
-    ends, starts = jnp.cumsum(blocks), jnp.cumsum(sizes) - sizes
-
-    def advance(number: jax.Array, out: jax.Array) -> jax.Array:
-        expert = jnp.sum(ends <= number, dtype=jnp.int32)
-        start = starts[expert] + (number - ends[expert] + blocks[expert]) * block
-        part = jax.lax.dynamic_slice_in_dim(rows, start, block)
-        gate_, up_, down_ = (jax.lax.dynamic_index_in_dim(w, expert, 0, False) for w in (gate, up, down))
-        added = [jax.lax.dynamic_index_in_dim(b, expert, 0, False) for b in biases]
-        gated, raised = part @ gate_, part @ up_
-        if added:
-            gated, raised = gated + added[0], raised + added[1]
-        part = product(gated, raised) @ down_
-        part = part + added[2] if added else part
-        # Rows past the end of the expert's pairs are overwritten by the next expert's first block.
-        return jax.lax.dynamic_update_slice_in_dim(out, part, start, 0)
-
-    out = jax.lax.fori_loop(0, ends[-1], advance, jnp.zeros_like(rows))
-    return _combine(out[: expert_ids.size], order, weights, sizes, all_read)
 
 
 def _sort_by_expert(
@@ -356,4 +231,7 @@ def _combine(
     if shards_along(EXPERT) > 1 or not all_read:
         rows = jnp.where(jnp.arange(rows.shape[0])[:, None] < sizes.sum(), rows, 0)
     place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    return jnp.einsum("tch,tc->th", rows[place].reshape(*weights.shape, -1), weights)
+    place = place.reshape(weights.shape)
+    # Not a product, whose order of summation would depend on the number of tokens.
+    parts = (rows[place[:, c]] * weights[:, c, None] for c in range(weights.shape[1]))
+    return reduce(jnp.add, parts)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from entropic_jax.pallas import skinny_matmul
+from entropic_jax.pallas import grouped_matmul, skinny_matmul
 
 from .embedding import EMBEDDING_MODULE
 from .host_memory import aligned_empty, bits
@@ -38,12 +38,17 @@ def block_kernels(params: Any, in_quads: bool = False) -> bool:
     if not isinstance(params, dict):
         return False
     multiplied = [part for name in MULTIPLIED if "kernel" in (part := _as_dict(params.get(name)))]
-    blocked = bool(multiplied) and all(skinny_matmul.reads_blocked(part["kernel"]) for part in multiplied)
+    blocked = bool(multiplied) and all(_reads_blocked(part["kernel"]) for part in multiplied)
     if blocked:
         table = _as_dict(params.get(EMBEDDING_MODULE))
         for part in multiplied:
             _put_in_blocks(part, table, in_quads)
     return blocked + sum(block_kernels(part, in_quads) for part in params.values()) > 0
+
+
+def _reads_blocked(kernel: jax.Array) -> bool:
+    product = skinny_matmul if kernel.ndim == 2 else grouped_matmul
+    return product.reads_blocked(kernel)
 
 
 def _as_dict(part: Any) -> dict[str, Any]:
@@ -62,6 +67,7 @@ def _in_blocks(kernel: jax.Array, in_quads: bool) -> jax.Array:
     """By NumPy, because XLA would compile a program for every shape."""
     lay_out = skinny_matmul.in_tiles if skinny_matmul.reads_tiles(kernel) else skinny_matmul.in_blocks
     lay_out = skinny_matmul.in_quads if in_quads else lay_out
+    lay_out = lay_out if kernel.ndim == 2 else grouped_matmul.in_blocks
     laid_out = lay_out(bits(np.asarray(kernel)))
     host = aligned_empty(laid_out.shape, np.dtype(kernel.dtype))
     bits(host)[...] = laid_out

@@ -30,21 +30,19 @@ VARIABLE = "ENTROPIC_LAYERS"
 SCANNED, UNROLLED = "scanned", "unrolled"
 
 
-def scans_layers(mixture: bool = False, platform: str | None = None) -> bool:
-    """Whether programs of engines scan over layers: on TPUs and GPUs, if no layer has experts.
+def scans_layers(platform: str | None = None) -> bool:
+    """Whether programs of engines scan over layers: on TPUs and GPUs.
 
-    XLA copies the matrices of all experts of a layer out of a stack before a grouped product reads those that
-    are chosen. The environment variable ENTROPIC_LAYERS, `scanned` or `unrolled`, takes precedence.
+    The environment variable ENTROPIC_LAYERS, `scanned` or `unrolled`, takes precedence.
 
     Args:
-        mixture: whether layers of the model have experts.
         platform: "cpu", "tpu" or "gpu"; None for that of the default device.
     """
     chosen = os.environ.get(VARIABLE) or None
     if chosen not in (None, SCANNED, UNROLLED):
         raise ValueError(f"{VARIABLE} must be {SCANNED} or {UNROLLED}; got {chosen!r:.80}")
     if chosen is None:
-        return (platform or default_device().platform) != "cpu" and not mixture
+        return (platform or default_device().platform) != "cpu"
     return chosen == SCANNED
 
 
@@ -190,12 +188,38 @@ def run_layers(
         if last - first > 1:
             x, caches = _scan(scanned, pattern, (first, last), x, context, caches, attend)
             continue
-        for position, (graph, arrays) in enumerate(scanned):
-            module = nnx.merge(graph, jax.tree.map(lambda a, i=first: a[i], arrays))
+        for position, layer in enumerate(scanned):
+            module = layer_of(layer, first, pattern.repeats)
             x, caches = run(module, begin + first * pattern.period + position, x, caches)
     for number in range(pattern.end, layers):
         x, caches = run(modules[number - layers], number, x, caches)
     return x, caches
+
+
+def layer_of(stacked: tuple[Any, Any], repeat: jax.Array | int, repeats: int) -> Any:
+    """The module of a layer, with its arrays out of the stacks.
+
+    Matrices of experts stay in their stack, `[repeats · experts, in, out]`, where a grouped product reads
+    those that are chosen: what is taken out of a stack is copied.
+
+    Args:
+        stacked: structure and stacked arrays of the layer.
+        repeat: the number of the repeat of the layer.
+        repeats: how many there are.
+    """
+
+    def taken(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        names = [getattr(key, "key", getattr(key, "name", None)) for key in path]
+        if "experts" in names and "bias" not in names:
+            return x.reshape(-1, *x.shape[2:])
+        return x[repeat] if isinstance(repeat, int) else jax.lax.dynamic_index_in_dim(x, repeat, 0, False)
+
+    graph, arrays = stacked
+    module = nnx.merge(graph, jax.tree_util.tree_map_with_path(taken, arrays))
+    experts = getattr(module.mlp, "experts", None)
+    if experts is not None:
+        experts.repeat, experts.repeats = repeat, repeats
+    return module
 
 
 def outside_loops(attend: Any) -> Any:
@@ -249,11 +273,10 @@ def _scan(
 
     def body(carry: Any, repeat: jax.Array) -> Any:
         (x, pools), written = carry, []
-        for (graph, arrays), pool in zip(scanned, pools, strict=True):
-            part = jax.tree.map(lambda a: jax.lax.dynamic_index_in_dim(a, repeat, 0, False), arrays)
-            layer = pool.in_stack(repeat, pattern.repeats)
-            x, layer = nnx.merge(graph, part)(x, context, layer, attend)
-            written.append(layer._replace(first_page=None))
+        for layer, pool in zip(scanned, pools, strict=True):
+            cache = pool.in_stack(repeat, pattern.repeats)
+            x, cache = layer_of(layer, repeat, pattern.repeats)(x, context, cache, attend)
+            written.append(cache._replace(first_page=None))
         return (x, tuple(written)), attend.take(begun)
 
     numbers = jnp.arange(*repeats, dtype=jnp.int32)

@@ -20,14 +20,14 @@ from entropic_jax.pallas import skinny_matmul
 from . import converted, sharding, weights
 from .config import LARGEST_SETTINGS, Config, ModelError, read_json
 from .config_json import from_json, to_json
-from .decoder import FAMILIES, Decoder, Params, family, is_scanned, structure
+from .decoder import FAMILIES, Decoder, Params, family, structure
 from .formats import LOG, log_activations, weight_format
 from .formats.gguf_config import gguf_config
 from .formats.model_files import SINGLE, gguf_path
 from .generation_json import read_generation
 from .gguf_tokenizer import gguf_tokenizer
 from .kernel_layout import block_kernels
-from .layer_stack import stack_layers
+from .layer_stack import scans_layers, stack_layers
 from .layers import OperandDtype
 from .quantisation import check_quantization, int8_kernels, quantise
 from .sentencepiece_model import sentencepiece_tokenizer
@@ -163,7 +163,7 @@ def load(
             model cannot be saved, quantised or divided.
         stacked: whether layers that repeat are stacked, for programs that scan over layers; see
             `layer_stack`. The model is as limited as with `blocked`, which it then is not. None: as engines
-            do on the default device (`decoder.is_scanned`).
+            do on the default device (`layer_stack.scans_layers`).
         page_shards: devices that divide a KV head and its pages, where the mesh has more devices than there
             are KV heads: a divisor of the number of devices that have the same head. 1 gives each a copy;
             None divides it over all, unless `sharding.why_copied` has a reason.
@@ -176,7 +176,7 @@ def load(
     if not directory.is_dir():
         raise ModelError(f"path must be a directory with config.json and safetensors files; got {path}")
     config = read_config(directory, mesh, page_shards)
-    stacked = is_scanned(config) if stacked is None else stacked
+    stacked = scans_layers() if stacked is None else stacked
     stored = converted.description(directory)
     if stored is not None:
         converted.check(directory, stored, dtype, quantization)

@@ -7,8 +7,8 @@
 
 The scale of a group is the one of `CANDIDATES` that leaves the smallest squared error. The embedding becomes
 int8 with a scale per token, and so does the output projection except under fp8, which makes it E4M3. Norms,
-biases, routers and experts keep their dtype, and so do activations and the KV cache.
-Products of a few rows read the narrow weights as they are (`pallas.skinny_matmul`).
+biases and routers keep their dtype, and so do activations and the KV cache. Products read the narrow weights
+as they are (`pallas.skinny_matmul`, and `pallas.grouped_matmul` those of experts).
 """
 
 import dataclasses
@@ -22,8 +22,9 @@ from flax import nnx
 
 from .config import ModelError
 from .embedding import Embedding
-from .experts import Router
+from .experts import StackedLinear
 from .layers import Linear
+from .router import Router
 
 LARGEST, LARGEST_FP8 = 127, 448
 FP8 = jnp.float8_e4m3fn
@@ -80,16 +81,17 @@ def quantise_module(module: AnyModule, quantization: str) -> AnyModule:
         ModelError: groups do not divide the inputs of a matrix.
     """
     for path, part in list(nnx.iter_modules(module)):
-        if isinstance(part, Linear) and not isinstance(part, Router) and path[-1] not in KEPT:
+        matrix = isinstance(part, (Linear, StackedLinear)) and not isinstance(part, Router)
+        if matrix and path[-1] not in KEPT:
             scheme = SCHEMES[quantization]
             scheme = INT8 if path[-1] == HEAD and scheme.group is not None else scheme
-            inputs, outputs = part.kernel[...].shape
-            part.kernel = nnx.Param(jnp.zeros((inputs, outputs), scheme.dtype))
-            part.scale = nnx.Param(jnp.ones(outputs))
+            *experts, inputs, outputs = part.kernel[...].shape
+            part.kernel = nnx.Param(jnp.zeros((*experts, inputs, outputs), scheme.dtype))
+            part.scale = nnx.Param(jnp.ones((*experts, outputs)))
             if scheme.group is not None:
                 check_groups(inputs, scheme.group, path[-1], quantization)
-                part.kernel = nnx.Param(jnp.zeros((inputs // 2, outputs), scheme.dtype))
-                part.scale = nnx.Param(jnp.ones((inputs // scheme.group, outputs), jnp.bfloat16))
+                part.kernel = nnx.Param(jnp.zeros((*experts, inputs // 2, outputs), scheme.dtype))
+                part.scale = nnx.Param(jnp.ones((*experts, inputs // scheme.group, outputs), jnp.bfloat16))
         elif isinstance(part, Embedding):
             rows, hidden = part.weight[...].shape
             part.weight = nnx.Param(jnp.zeros((rows, hidden), jnp.int8))
@@ -132,12 +134,14 @@ def quantise(params: Any, shapes: Any) -> Any:
         weight, scale = quantise_table(table if table.shape == shapes["weight"].shape else table.T)
         return {"scale": scale, "weight": weight}
     kernel, shape = params["kernel"], shapes["kernel"]
+    if isinstance(kernel, Int8Kernel):
+        return {**params, "kernel": kernel.kernel, "scale": kernel.scale}
     if shape.dtype == jnp.uint8:
-        kernel, scale = quantise_groups(kernel, kernel.shape[0] // shapes["scale"].shape[0])
-    elif shape.dtype == FP8:
-        kernel, scale = quantise_fp8(kernel)
+        rule = partial(quantise_groups, group=kernel.shape[-2] // shapes["scale"].shape[-2])
     else:
-        kernel, scale = kernel if isinstance(kernel, Int8Kernel) else quantise_kernel(kernel)
+        rule = quantise_fp8 if shape.dtype == FP8 else quantise_kernel
+    # The matrices of experts one after the other: wide numbers are those of one.
+    kernel, scale = rule(kernel) if kernel.ndim == 2 else jax.lax.map(rule, kernel)
     return {**params, "kernel": kernel, "scale": scale}
 
 
@@ -147,7 +151,7 @@ def int8_kernels(shapes: Any) -> frozenset[tuple[Any, ...]]:
     paths = (
         tuple(getattr(key, "idx", getattr(key, "key", None)) for key in keys)
         for keys, leaf in leaves
-        if leaf.dtype == jnp.int8
+        if leaf.dtype == jnp.int8 and leaf.ndim == 2
     )
     return frozenset(path for path in paths if path[-1] == "kernel")
 
@@ -196,7 +200,7 @@ def largest_scale(wide: jax.Array, axis: int, largest: int) -> jax.Array:
     return jnp.where(magnitude > 0, magnitude / largest, 1.0)
 
 
-@partial(jax.jit, static_argnums=1)
+@partial(jax.jit, static_argnames="group")
 def quantise_groups(kernel: jax.Array, group: int) -> tuple[jax.Array, jax.Array]:
     """A matrix as packed numbers of 4 bits with a scale for each group of inputs.
 

@@ -58,7 +58,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     if EXPERTS in path and module in COLUMN_PARALLEL:
         return P(EXPERT, *(None,) * (ndim - 2), TENSOR)
     if EXPERTS in path and module in ROW_PARALLEL:
-        return P(EXPERT, TENSOR, None) if kind == "kernel" else P(EXPERT)
+        return P(EXPERT, TENSOR, None) if ndim == 3 else P(EXPERT)
     if module in COLUMN_PARALLEL:
         return P(*(None,) * (ndim - 1), SHARDS)
     if module in ROW_PARALLEL and (kind == "kernel" or (kind == "scale" and ndim > 1)):
@@ -277,14 +277,16 @@ def check_groups(shapes: Any, mesh: Mesh) -> None:
         shapes: the shapes of the quantised model's parameters.
         mesh: over which they are divided.
     """
-    devices = model_devices(mesh)
     leaves, _ = jax.tree_util.tree_flatten_with_path(shapes)
     for path, leaf in leaves:
         module, kind = path[-2].key, path[-1].key
-        if module in ROW_PARALLEL and kind == "scale" and leaf.ndim > 1 and leaf.shape[0] % devices:
+        of_experts = any(getattr(key, "key", None) == EXPERTS for key in path)
+        devices = mesh.shape[TENSOR] if of_experts else model_devices(mesh)
+        axes = leaf.ndim - of_experts  # of one matrix's scales
+        if module in ROW_PARALLEL and kind == "scale" and axes > 1 and leaf.shape[-2] % devices:
             raise ModelError(
-                f"tensor_parallel_size must divide the {leaf.shape[0]} groups of inputs of {module}, each of "
-                f"which has a scale; got {devices}"
+                f"tensor_parallel_size must divide the {leaf.shape[-2]} groups of inputs of {module}, each "
+                f"of which has a scale; got {devices}"
             )
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from entropic_jax.pallas import skinny_matmul
+from entropic_jax.pallas import grouped_matmul, skinny_matmul
 
 from .config import Config
 from .decoder import Params, structure
@@ -176,12 +176,9 @@ def place(
 
 def stays_narrow(entry: ParameterSource, tensors: StoredTensors) -> bool:
     """Whether an array is a matrix of bfloat16 on disk that float32 rows are multiplied by as it is."""
-    return (
-        entry.is_kernel
-        and len(entry.shape) == 2
-        and tensors[entry.pieces[0].name].dtype == "BF16"
-        and skinny_matmul.reads_as_stored("bfloat16")
-    )
+    product = skinny_matmul if len(entry.shape) == 2 else grouped_matmul
+    stored = tensors[entry.pieces[0].name].dtype == "BF16"
+    return entry.is_kernel and stored and product.reads_as_stored("bfloat16")
 
 
 def fill_blocks(

@@ -21,6 +21,7 @@ from entropic_jax import allocate, generate, loop, models, parameters, start
 from entropic_jax.attention.page_selection import Selection
 from entropic_jax.mesh import gather_last_axis, make_mesh, sharding
 from entropic_jax.methods import presets
+from entropic_jax.methods.expert_selection import TopPExperts
 from entropic_jax.models.layer_stack import scans_layers, stack_layers
 from entropic_jax.models.sharding import local_region
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -102,7 +103,7 @@ def model_of(family: str, mesh: str) -> models.Model:
     return stack_layers(model) if scans_layers() else model
 
 
-def begin(model: models.Model, preset: presets.Preset) -> Any:
+def begin(model: models.Model, preset: presets.Preset, expert_policy: Any = None) -> Any:
     """A state with prompts of several lengths, one of them sampled."""
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, COMMON["vocab_size"], length).tolist() for length in (40, 90, 9, 70)]
@@ -117,6 +118,7 @@ def begin(model: models.Model, preset: presets.Preset) -> Any:
         max_tokens=TOKENS,
         sample=parameters(ROWS, temperature=[0.0, 0.0, 0.0, 1.0], top_p=[1.0, 1.0, 1.0, 0.9]),
         page_policy=preset.page_policy,
+        expert_policy=expert_policy,
     )
 
 
@@ -198,14 +200,17 @@ def report(family: str, mesh: str) -> dict[str, Any]:
         "misplaced": misplaced(model),
         "logits": np.asarray(logits_of(model, state)).tolist(),
     }
+    mixture = model.config.num_local_experts > 0
     for name, preset in (("off", off), ("full-lossy", full)):
-        state = begin(model, preset)
+        # With pages, experts are left unread, too.
+        state = begin(model, preset, TopPExperts(0.6) if mixture and preset is full else None)
         trace = run(model, preset, state) if preset is full else by_steps(compiled, model, state)
         result[name] = {
             "tokens": np.asarray(trace.token).T.tolist(),
             "entropy": np.asarray(trace.entropy).tolist(),
             "kept_fraction": np.asarray(trace.kept_fraction).tolist(),
             "certificate": np.asarray(trace.certificate).tolist(),
+            "experts_read": np.asarray(trace.experts_read).tolist(),
         }
     return result
 

@@ -70,9 +70,12 @@ def test_a_mesh_computes_what_one_device_computes(family, shards):
         assert mesh[preset]["tokens"] == device[preset]["tokens"]
         for name in ("entropy", "kept_fraction", "certificate"):
             np.testing.assert_allclose(mesh[preset][name], device[preset][name], atol=1e-3)
+        assert mesh[preset]["experts_read"] == device[preset]["experts_read"]
     assert np.mean(device["full-lossy"]["kept_fraction"]) < 0.9, (
         "nothing was pruned: the test compares nothing"
     )
+    if read := device["full-lossy"]["experts_read"]:
+        assert 1 < np.mean(read) < 2, "all chosen experts were read: the test compares nothing"
 
 
 ROWS, VOCABULARY = 4, 96  # of `tests.mesh_programs`
@@ -202,7 +205,7 @@ from functools import partial
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from entropic_jax.mesh import make_mesh, sum_over_shards
-from entropic_jax.models.experts import grouped, in_blocks, local_numbers
+from entropic_jax.models.experts import Projections, expert_sum, local_numbers
 
 rng = np.random.default_rng(0)
 normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
@@ -212,27 +215,27 @@ gate, up, down = normal(8, 16, 12), normal(8, 16, 12), normal(8, 12, 16)
 expert_ids = np.stack([np.full(13, 5), np.where(np.arange(13) < 4, 4, 1)], 1).astype(np.int32)
 kernel, turned = P("expert", None, "tensor"), P("expert", "tensor", None)
 
-def divided(way, x, expert_ids, weights, gate, up, down):
-    return sum_over_shards(way(x, local_numbers(expert_ids, gate.shape[0]), weights, gate, up, down))
+def divided(backend, x, expert_ids, weights, *kernels):
+    expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
+    return sum_over_shards(expert_sum(x, expert_ids, weights, Projections(kernels), backend=backend))
 
 largest = {}
-for way in (grouped, in_blocks):
-    alone = way(x, expert_ids, weights, gate, up, down)
+for backend in ("cpu", "xla"):
+    alone = expert_sum(x, expert_ids, weights, Projections((gate, up, down)), backend=backend)
     for tensor, experts in ((1, 4), (2, 2), (4, 1)):
         mesh = make_mesh(tensor, expert_parallel_size=experts)
         specs = (P(), P(), P(), kernel, kernel, turned)
         program = jax.shard_map(
-            partial(divided, way), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
+            partial(divided, backend), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
         )
         error = abs(np.asarray(jax.jit(program)(x, expert_ids, weights, gate, up, down)) - alone).max()
-        largest[f"{way.__name__} {tensor}x{experts}"] = float(error)
+        largest[f"{backend} {tensor}x{experts}"] = float(error)
 print(json.dumps({"scale": float(abs(np.asarray(alone)).max()), "largest": largest}))
 """
 
 
 @pytest.mark.slow
-def test_both_products_of_experts_are_divided():
-    """On accelerators experts are multiplied in one grouped product; virtual devices are CPUs."""
+def test_products_of_experts_are_divided():
     environment = {**os.environ, "XLA_FLAGS": XLA_FLAGS}
     done = subprocess.run(
         [sys.executable, "-c", EXPERTS],

@@ -42,7 +42,10 @@ def traced(controller, **options):
     "options",
     [
         dict(temperature=[0.0, 0.9]),
-        dict(temperature=0.8, presence_penalty=[0.7, 0.0], logit_bias={3: -2.0}),
+        pytest.param(
+            dict(temperature=0.8, presence_penalty=[0.7, 0.0], logit_bias={3: -2.0}),
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["greedy-and-warm", "penalised"],
 )

@@ -21,7 +21,8 @@ from entropic_jax.mesh import make_mesh, sharding
 from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
-from entropic_jax.models.decoder import Decoder, is_scanned
+from entropic_jax.models.decoder import Decoder
+from entropic_jax.models.layer_stack import scans_layers
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -67,7 +68,7 @@ def decoder_of(
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide the pages of a KV head.
     """
-    stacked = is_scanned(config, "tpu") if stacked is None else stacked
+    stacked = scans_layers("tpu") if stacked is None else stacked
     return Decoder(config, mesh, stacked=stacked, page_shards=page_shards)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from ..mesh.devices import default_device
 from . import (
     entropy_moments,
+    grouped_matmul,
     gumbel_argmax,
     longest_match,
     paged_attention,
@@ -103,6 +104,7 @@ def checks() -> list[KernelCheck]:
         _topk_entropy(dtype),
         _project(dtype),
         _skinny_matmul(dtype),
+        _grouped_matmul(dtype),
         _rms_norm(dtype),
         _silu_and_mul(dtype),
         _longest_match(),
@@ -275,6 +277,19 @@ def _skinny_matmul(dtype: str) -> KernelCheck:
     expected = tuple(x.astype(np.float64) @ weight.astype(np.float64) for weight in weights)
     arguments = jax.tree.map(jnp.asarray, (x, weights))
     return KernelCheck(skinny_matmul.SKINNY_MATMUL, arguments, (), _differs_from(expected), _tolerance(dtype))
+
+
+def _grouped_matmul(dtype: str) -> KernelCheck:
+    rng = np.random.default_rng(12)
+    sizes, first = np.array([3, 0, 70], np.int32), np.int32(1)
+    x = rng.standard_normal((sizes.sum(), 128)).astype(jnp.dtype(dtype))
+    weight = (rng.standard_normal((4, 128, 128)) / 12).astype(jnp.bfloat16)
+    group = first + np.repeat(np.arange(3), sizes)
+    expected = (np.einsum("ri,rio->ro", x.astype(np.float64), weight[group].astype(np.float64)),)
+    arguments = jax.tree.map(jnp.asarray, (x, sizes, (weight,), (), first))
+    return KernelCheck(
+        grouped_matmul.GROUPED_MATMUL, arguments, (), _differs_from(expected), _tolerance(dtype)
+    )
 
 
 def _rms_norm(dtype: str) -> KernelCheck:

@@ -3,10 +3,15 @@
 A text is read in chunks through a small KV cache of its own, so the engine's pages and rows are not touched.
 A launch has few tokens, so that decode steps, which share the device with it, are never delayed by more than
 that. Programs are compiled when they are first needed.
+
+On a mesh, launches are made in the engine's thread, between two of its own: programs with collectives must
+begin in the same order on all devices.
 """
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as NotDone
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,7 +21,7 @@ import numpy as np
 
 from entropic_jax import models
 from entropic_jax.attention.attend import TokenSpan, attend_to
-from entropic_jax.mesh import EXPERT, TENSOR
+from entropic_jax.mesh import sharding
 from entropic_jax.state import cache
 from entropic_jax.state.cache import Cache
 
@@ -29,6 +34,9 @@ LONGEST = 8192  # tokens of a text, at most: the size of the KV cache that a tex
 CPU_BUDGET, BUDGET = 256, 2048  # tokens of a launch, on a CPU and on an accelerator
 SHORTEST = 32  # tokens of a row, in the program for the shortest texts
 GROWTH = 4  # from a program to that for longer texts
+POLL = 0.2  # seconds between looks whether a caller still wants its embeddings
+
+InEngine = Callable[[Callable[[], Any]], Future[Any]]  # calls a function in the engine's thread
 
 
 class Chunk(NamedTuple):
@@ -50,7 +58,7 @@ class Shape(NamedTuple):
 
 def encode_chunk(
     decoder: Any, params: Any, kv_cache: Cache, chunk: Chunk
-) -> tuple[Cache, jax.Array, jax.Array]:
+) -> tuple[Cache, tuple[jax.Array, jax.Array]]:
     """Read a chunk of some texts.
 
     Args:
@@ -71,24 +79,22 @@ def encode_chunk(
     hidden = hidden.astype(jnp.float32)
     real = (steps < chunk.num_tokens[:, None])[..., None]
     last = jnp.maximum(chunk.num_tokens - 1, 0)[:, None, None]
-    return (
-        kv_cache._replace(layers=layers),
-        jnp.where(real, hidden, 0.0).sum(1),
-        jnp.take_along_axis(hidden, last, 1)[:, 0],
-    )
+    pooled = jnp.where(real, hidden, 0.0).sum(1), jnp.take_along_axis(hidden, last, 1)[:, 0]
+    return kv_cache._replace(layers=layers), pooled
 
 
 class Embedder:
     """Computes embeddings with a model. May be called from several threads."""
 
-    def __init__(self, model: models.Model, context: int) -> None:
+    def __init__(self, model: models.Model, context: int, in_engine: InEngine) -> None:
         """An embedder without a compiled program.
 
         Args:
             model: whose hidden states are pooled.
             context: positions of a sequence, at most.
+            in_engine: calls a function in the engine's thread, for programs on a mesh.
         """
-        self.model = model
+        self.model, self._in_engine = model, in_engine
         self.limits = EmbeddingLimits(min(context, LONGEST), model.decoder.shape.hidden)
         self._lock = threading.Lock()  # of the programs
         self._launching = threading.Lock()  # one launch at a time shares the device with the engine
@@ -105,12 +111,10 @@ class Embedder:
             stop: once it is set, the work ends after the launch that runs.
 
         Raises:
-            RequestError: The model is divided over a mesh.
+            RequestError: The model is divided over the devices of several processes.
         """
-        if self.model.mesh is not None:
-            size = self.model.mesh.shape[TENSOR]
-            name, size = ("tensor", size) if size > 1 else ("expert", self.model.mesh.shape[EXPERT])
-            raise RequestError(f"{name}_parallel_size must be 1 for embeddings; got {size}", "model")
+        if self.model.mesh is not None and (count := jax.process_count()) > 1:
+            raise RequestError(f"num_processes must be 1 for embeddings; got {count}", "model")
         result = np.zeros((len(texts), self.limits.dimensions), np.float32)
         for shape, indices in batches([len(text) for text in texts], self.limits.tokens):
             if stop.is_set():
@@ -124,7 +128,10 @@ class Embedder:
     def _embed_batch(
         self, shape: Shape, texts: Sequence[Sequence[int]], pooling: Pooling, stop: threading.Event
     ) -> np.ndarray | None:
-        kv_cache, sums, last = self._new_cache(shape), 0.0, np.zeros(0)
+        kv_cache = self._launched(partial(self._new_cache, shape), stop)
+        if kv_cache is None:
+            return None
+        sums, last = 0.0, np.zeros(0)
         total = np.zeros(shape.rows, np.int32)
         total[: len(texts)] = [len(text) for text in texts]
         for start in range(0, int(total.max()), shape.tokens):
@@ -140,26 +147,45 @@ class Embedder:
                 chunk.tokens[row, : chunk.num_tokens[row]] = text[start : start + shape.tokens]
             program = self._program(shape, kv_cache, chunk)
             with self._launching:
-                kv_cache, summed, newest = program(self.model.params, kv_cache, chunk)
+                results = self._launched(partial(program, self.model.params, kv_cache, chunk), stop)
+                if results is None:
+                    return None
+                kv_cache, (summed, newest) = results
                 sums, last = sums + np.asarray(summed, np.float64), np.asarray(newest)
         pooled = last if pooling == "last" else sums / np.maximum(total, 1)[:, None]
         return pooled[: len(texts)]
 
+    def _launched(self, launch: Callable[[], Any], stop: threading.Event) -> Any:
+        """What a launch returns; on a mesh None if it was no longer wanted before the engine made it."""
+        if self.model.mesh is None:
+            return launch()
+        done = self._in_engine(lambda: jax.block_until_ready(launch()))
+        while not (stop.is_set() and done.cancel()):
+            try:
+                return done.result(POLL)
+            except NotDone:
+                continue
+            except CancelledError:  # the engine has stopped
+                break
+        return None
+
     def _new_cache(self, shape: Shape) -> Cache:
         """An empty cache that has given every row its pages."""
         dtype = pages_of("auto", self.model.params)
-        empty = cache.allocate(self.model.decoder.shape, shape.rows, shape.capacity, dtype=dtype)
-        rows, per_row = empty.table.shape
-        table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
-        return empty._replace(table=table, granted=jnp.full(rows, per_row, jnp.int32))
+
+        def create() -> Cache:
+            empty = cache.allocate(self.model.decoder.shape, shape.rows, shape.capacity, dtype=dtype)
+            rows, per_row = empty.table.shape
+            table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
+            return empty._replace(table=table, granted=jnp.full(rows, per_row, jnp.int32))
+
+        return sharding.create(create, self.model.mesh)
 
     def _program(self, shape: Shape, kv_cache: Cache, chunk: Chunk) -> Callable[..., Any]:
         with self._lock:
             if shape not in self._compiled:
-                program, arguments = (
-                    partial(encode_chunk, self.model.decoder),
-                    (self.model.params, kv_cache, chunk),
-                )
+                decoder, arguments = self.model.decoder, (self.model.params, kv_cache, chunk)
+                program = partial(sharding.launch, decoder, partial(encode_chunk, decoder))
                 self._compiled[shape], _ = load_or_compile(program, arguments, 1)
             return self._compiled[shape]
 

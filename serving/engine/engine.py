@@ -107,7 +107,7 @@ class LLMEngine:
         self._factory = SequenceFactory(
             model, self.options, self.sizes, self.row_controllers, self.adapters, self._inbox.put
         )
-        self._embedder = Embedder(draft_model.target_of(model), self.context)
+        self._embedder = Embedder(draft_model.target_of(model), self.context, self._in_engine)
         self._lock = threading.Lock()
         self._queued = 0  # requests accepted that have not had a row
         self.load = 0  # requests accepted that have not ended

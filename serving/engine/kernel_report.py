@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from entropic_jax import models
 from entropic_jax.mesh.devices import default_device
 from entropic_jax.methods.presets import pruned_pages
-from entropic_jax.pallas import paged_attention, topk_entropy
+from entropic_jax.pallas import grouped_matmul, paged_attention, topk_entropy
 from entropic_jax.pallas.dispatch import REFERENCE, Operation
 from entropic_jax.pallas.paged_attention import PageSummary, quantised
 from entropic_jax.parameter_tables.table import ParameterError
@@ -57,6 +57,7 @@ class AttentionShape(NamedTuple):
     cache_dtype: Any
     listed: bool  # whether a step may leave pages unread
     verified: int  # tokens that are verified together; 0: none
+    experts: tuple[Any, ...] = ()  # operands of the products of a layer's experts; see `expert_operands`
 
 
 def served_operations(shape: ModelShape, sizes: AttentionShape) -> list[ServedOperation]:
@@ -100,6 +101,8 @@ def served_operations(shape: ModelShape, sizes: AttentionShape) -> list[ServedOp
         calls.append((paged_attention.SELECT_PAGES, arguments))
     logits = like((rows, shape.vocabulary), jnp.float32)
     calls.append((topk_entropy.TOPK_ENTROPY, (logits, 1, limit, limit)))
+    if sizes.experts:
+        calls.append((grouped_matmul.GROUPED_MATMUL, sizes.experts))
     return [_served(operation, arguments) for operation, arguments in calls]
 
 
@@ -130,7 +133,34 @@ def attention_shape(model: models.Model, options: EngineOptions, sizes: Sizes) -
         cache_dtype=pages_of(options.kv_cache_dtype, model.params),
         listed=may_prune(options, shapes.method),
         verified=shapes.tokens(True) if shapes.speculates else 0,
+        experts=expert_operands(target_of(model), sizes.rows * shapes.branches),
     )
+
+
+def expert_operands(model: models.Model, rows: int) -> tuple[Any, ...]:
+    """What a step's first product of a layer's experts is called with on a device; () without experts.
+
+    Args:
+        model: the model; its params may be abstract.
+        rows: tokens of the step.
+    """
+    of_layers = (layer.get("mlp", {}).get("experts") for layer in model.params["layers"])
+    experts = next((part for part in of_layers if part is not None), None)
+    if experts is None:
+        return ()
+
+    def on_device(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        return jax.ShapeDtypeStruct(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
+
+    arrays = [{name: on_device(x) for name, x in experts[part].items()} for part in ("gate_proj", "up_proj")]
+    is_stacked = len(arrays[0]["kernel"].shape) > 3  # over the layers that repeat
+    merged = lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype)
+    parts = lambda name: tuple(merged(x[name]) if is_stacked else x[name] for x in arrays if name in x)
+    pairs = rows * model.config.num_experts_per_tok
+    x = jax.ShapeDtypeStruct((pairs, model.config.hidden_size), model.activation_dtype)
+    sizes = jax.ShapeDtypeStruct((arrays[0]["kernel"].shape[is_stacked],), jnp.int32)
+    return x, sizes, parts("kernel"), parts("scale"), jax.ShapeDtypeStruct((), jnp.int32)
 
 
 def report(model: models.Model, options: EngineOptions, sizes: Sizes) -> list[ServedOperation]:

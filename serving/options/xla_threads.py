@@ -11,7 +11,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from entropic_jax.models.block_spec import AttentionSpec, ExpertsSpec
+from entropic_jax.models.block_spec import AttentionSpec
 
 from .model import converted_dtype
 
@@ -50,7 +50,7 @@ def limit_xla_threads(
         layers = blocks(read_config(model))
     except (OSError, ValueError):  # whoever loads the model says what is wrong
         return
-    if all(has_cpu_kernel(layer.attention) and not isinstance(layer.mlp, ExpertsSpec) for layer in layers):
+    if all(has_cpu_kernel(layer.attention) for layer in layers):
         os.environ[VARIABLE] = "1"
         _log.info("XLA has one thread, the CPU kernels have the others; %s=N states another number", VARIABLE)
 

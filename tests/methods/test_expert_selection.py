@@ -17,7 +17,8 @@ from entropic_jax.methods.expert_selection import (
     features,
 )
 from entropic_jax.models.block_spec import RouterSpec
-from entropic_jax.models.experts import Router, grouped, in_blocks
+from entropic_jax.models.experts import ExpertRule, Projections, expert_sum
+from entropic_jax.models.router import Router
 from entropic_jax.phases.expert_reader import ExpertReader
 from entropic_jax.speculation import check_speculation, speculator
 from entropic_jax.state import Measured
@@ -156,9 +157,9 @@ def test_an_expert_after_one_that_is_not_worth_its_price_is_not_read():
     assert counts.tolist() == [1]
 
 
-@pytest.mark.parametrize("way", [in_blocks, grouped])
+@pytest.mark.parametrize("backend", [None, "xla"])
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
-def test_unread_experts_add_nothing(way: Any, spec: RouterSpec):
+def test_unread_experts_add_nothing(backend: str | None, spec: RouterSpec):
     random = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(random.standard_normal(shape), jnp.float32)
     kernels, x = (normal(5, 8, 12), normal(5, 8, 12), normal(5, 12, 8)), normal(7, 8)
@@ -167,11 +168,16 @@ def test_unread_experts_add_nothing(way: Any, spec: RouterSpec):
     weight, ids = router(x, lambda probability, most: counts)
     assert (ids < 5).sum(1).tolist() == counts.tolist()
     poisoned = [k.at[4].set(jnp.where((ids == 4).any(), k[4], jnp.nan)) for k in kernels]
-    out = jax.jit(lambda *a: way(*a, all_read=False))(x, ids, weight, *poisoned)
+    kernels, poisoned, rule = (
+        Projections(tuple(kernels)),
+        Projections(tuple(poisoned)),
+        ExpertRule(all_read=False),
+    )
+    out = jax.jit(lambda *a: expert_sum(*a, rule, backend))(x, ids, weight, poisoned)
     for count in (1, 2, 3):
         fewer = Router(8, 5, count, spec)
         fewer.kernel[...] = router.kernel[...]
-        expected = way(x, *fewer(x)[::-1], *kernels)
+        expected = expert_sum(x, *fewer(x)[::-1], kernels, backend=backend)
         rows = counts == count
         np.testing.assert_allclose(out[rows], expected[rows], rtol=2e-5, atol=2e-5)
 

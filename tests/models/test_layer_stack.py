@@ -24,7 +24,6 @@ from entropic_jax.methods.snapkv import SnapKV
 from entropic_jax.methods.uniform_budget import UniformBudget
 from entropic_jax.models import layer_stack
 from entropic_jax.models.config_json import from_json
-from entropic_jax.models.decoder import is_scanned
 from entropic_jax.models.layer_stack import layer_pattern, stack_layers
 from entropic_jax.models.model import quantised
 from entropic_jax.pallas.paged_attention import SelectionRules
@@ -305,7 +304,7 @@ def test_separate_pages_serve_stacked_weights():
 @pytest.mark.parametrize(("chosen", "expected"), [("scanned", True), ("unrolled", False), ("", False)])
 def test_the_variable_decides(monkeypatch, chosen, expected):
     monkeypatch.setenv(layer_stack.VARIABLE, chosen)
-    assert layer_stack.scans_layers() == layer_stack.scans_layers(mixture=True) == expected
+    assert layer_stack.scans_layers() == expected
     monkeypatch.setenv(layer_stack.VARIABLE, "rolled")
     with pytest.raises(ValueError, match="ENTROPIC_LAYERS must be scanned or unrolled; got 'rolled'"):
         layer_stack.scans_layers()
@@ -325,12 +324,11 @@ def test_places_of_a_pattern():
 
 
 @pytest.mark.parametrize(("platform", "scanned"), [("cpu", False), ("tpu", True), ("gpu", True)])
-def test_accelerators_scan_all_but_mixtures(monkeypatch, tmp_path, platform, scanned):
+def test_accelerators_scan(monkeypatch, tmp_path, platform, scanned):
     monkeypatch.delenv(layer_stack.VARIABLE, raising=False)
-    assert is_scanned(model_of("llama").config, platform) == scanned
-    assert not is_scanned(model_of("gpt-oss").config, platform)
+    assert layer_stack.scans_layers(platform) == scanned
     monkeypatch.setattr(layer_stack, "default_device", lambda: SimpleNamespace(platform=platform))
-    for name, expected in (("llama", scanned), ("gpt-oss", False)):
+    for name in ("llama", "gpt-oss"):
         models.save(model_of(name), tmp_path / name)
-        assert models.load(tmp_path / name, stacked=None).stacked == expected
+        assert models.load(tmp_path / name, stacked=None).stacked == scanned
         assert not models.load(tmp_path / name).stacked

@@ -57,7 +57,10 @@ def widened(params):
         return {"weight": params["weight"].astype(jnp.float32) * params["scale"].astype(jnp.float32)[:, None]}
     if "scale" in params:
         kernel, scale = params["kernel"], params["scale"]
-        wide = unpack(kernel, scale) if scale.ndim == 2 else kernel.astype(jnp.float32) * scale
+        of_matrix = lambda kernel, scale: (
+            unpack(kernel, scale) if scale.ndim == 2 else kernel.astype(jnp.float32) * scale
+        )
+        wide = of_matrix(kernel, scale) if kernel.ndim == 2 else jax.vmap(of_matrix)(kernel, scale)
         return {name: x for name, x in params.items() if name != "scale"} | {"kernel": wide}
     return {name: widened(x) for name, x in params.items()}
 

@@ -51,7 +51,7 @@ def drafting(directory, monkeypatch) -> dict:
     return dict(**PLAIN, speculate=directory, num_speculative_tokens=3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as with a draft head, whose crowd runs in CI
 def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, directory, monkeypatch):  # noqa: F811
     monkeypatch.setattr(programs, "known_costs", lambda *_: CHEAP)
     options = dict(**PLAIN, speculate=directory, num_speculative_tokens=3, num_pages=40)

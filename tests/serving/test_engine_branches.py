@@ -221,8 +221,8 @@ def test_scarce_pages(exact, scarce, monkeypatch):
     assert len(run(scarce, long)[0][0]) == scarce.context - 98
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlapped", [pytest.param(False, marks=pytest.mark.exhaustive), True])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("overlapped", [False, True])
 def test_under_load_with_everything_at_once(exact, scarce, monkeypatch, overlapped):
     """Branches, rollbacks, preemption, cancellations and all kinds of ends: no answer changes."""
     kinds = [

@@ -36,18 +36,26 @@ def use_accelerator(monkeypatch):
     return use
 
 
-def engine_of(head_dim=128, **options):
+def engine_of(head_dim=128, experts=0, quantization=None, stacked=False, **options):
+    mixture = dict(num_local_experts=experts, num_experts_per_tok=2) if experts else {}
     config = models.Config(
-        architecture="LlamaForCausalLM",
+        architecture="MixtralForCausalLM" if experts else "LlamaForCausalLM",
         vocab_size=256,
         hidden_size=2 * head_dim,
         intermediate_size=64,
         num_hidden_layers=2,
         num_attention_heads=2,
         max_position_embeddings=1024,
+        **mixture,
     )
-    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, "bfloat16"), structure(config)[1])
-    model = models.Model(config, params)
+
+    def stored(path, x):
+        narrowed = x.dtype == "float32" and (path[-1].key != "scale" or path[0].key == "embed_tokens")
+        return jax.ShapeDtypeStruct(x.shape, "bfloat16" if narrowed else x.dtype)
+
+    shapes = structure(config, quantization, stacked=stacked)[1]
+    params = jax.tree_util.tree_map_with_path(stored, shapes)
+    model = models.Model(config, params, quantization=quantization, stacked=stacked)
     chosen = EngineOptions(max_num_seqs=4, num_pages=64, max_model_len=1024, **options)
     itemsize = bytes_per_number(pages_of(chosen.kv_cache_dtype, params), head_dim)
     return model, chosen, sizes(model, chosen, itemsize)
@@ -108,6 +116,24 @@ def test_the_log_says_who_serves(use_accelerator, caplog):
     (record,) = caplog.records
     assert (record.page_size, record.decode) == (128, "tpu")
     assert record.write.startswith("xla (head_dim 64 is not a multiple of 128")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("quantization", "served"), [(None, True), ("int8", True), ("int4", False)])
+@pytest.mark.parametrize("platform", ACCELERATORS)
+def test_the_log_says_who_multiplies_experts(
+    platform, quantization, served, stacked, use_accelerator, caplog
+):
+    use_accelerator(platform)
+    with caplog.at_level(logging.INFO, kernel_report.__name__):
+        kernel_report.report(*engine_of(experts=4, quantization=quantization, stacked=stacked))
+    text = caplog.records[-1].grouped_matmul
+    if served and platform == "tpu":
+        assert text == "tpu"
+    elif platform == "gpu":
+        assert text.startswith("xla (") and ("64 outputs" in text or "uint8" in text)
+    else:
+        assert text.startswith("xla (") and "packed weights" in text
 
 
 def test_the_doctor_examines_a_configuration(directory, tmp_path, monkeypatch, capsys):

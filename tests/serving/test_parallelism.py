@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from entropic_jax import LLM
@@ -139,19 +140,24 @@ def test_two_kv_heads_on_four_devices_give_the_same_tokens(directory, tmp_path):
 
 
 SCRIPT = """
-import json, sys
+import json, sys, threading
+from concurrent.futures import ThreadPoolExecutor
 from entropic_jax import LLM, SamplingParams
 
 (directory,) = sys.argv[1:]
-answers = []
+answers, embeddings = [], []
+texts = [[5, 6, 7], list(range(2, 73))]
 for size in (1, 2):
     # Pages for less than the two sequences that run at once, so that one of them is preempted.
     options = dict(max_num_seqs=2, max_model_len=128, block_size=16, num_pages=7)
     with LLM(directory, preset="full-lossy", seed=0, tensor_parallel_size=size, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n", "class A"]
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.7, ignore_eos=True))
+        with ThreadPoolExecutor() as threads:  # texts are embedded while tokens are generated
+            embedded = threads.submit(llm._engine.embed, texts, "mean", threading.Event())
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=40, temperature=0.7, ignore_eos=True))
+            embeddings.append(embedded.result().vectors.tolist())
     answers.append([output.outputs[0].token_ids for output in outputs])
-print(json.dumps(answers))
+print(json.dumps([answers, embeddings]))
 """
 
 
@@ -167,9 +173,11 @@ def test_an_engine_on_two_devices_gives_the_answers_of_one():
         env=environment,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    alone, together = json.loads(done.stdout)
+    (alone, together), embeddings = json.loads(done.stdout)
     assert [len(tokens) for tokens in alone] == [40, 40, 40]
     assert together == alone
+    assert np.std(embeddings[0]) > 0.01
+    np.testing.assert_allclose(embeddings[1], embeddings[0], rtol=1e-4, atol=1e-5)
 
 
 GENERATE = """

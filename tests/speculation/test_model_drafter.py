@@ -142,7 +142,7 @@ def test_a_roofline_knows_what_a_draft_step_costs():
     assert both.shortest_context == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as those of a head, in test_head.py
 def test_steps_of_the_draft_model_are_timed():
     decoder, params = pair(model(seed=5, vocab_size=90, **SMALL))
     costs = measure_pass_costs(

@@ -136,7 +136,7 @@ def attend(
     pl.when(edge)(lambda: clear(v))
     score = _scores(shape, q, k)
     if quantised(shape):
-        score = score * _over_columns(shape, tiles[1], score.shape)
+        score = score * over_columns(shape, tiles[1], score.shape)
     if shape.soft_cap is not None:
         # The tanh instruction is not precise enough.
         score = shape.soft_cap - 2 * shape.soft_cap / (1.0 + jnp.exp2(score * (2 * LOG2_E / shape.soft_cap)))
@@ -149,7 +149,7 @@ def attend(
     total = total * shrink + weight.sum(axis=1)
     weighted = weighted * over_rows(shrink, weighted)
     if quantised(shape):
-        weight = jnp.where(mask, weight * _over_columns(shape, tiles[3], weight.shape), 0.0)
+        weight = jnp.where(mask, weight * over_columns(shape, tiles[3], weight.shape), 0.0)
     return new, total, _add_product(shape, weighted, weight.astype(jnp.bfloat16), v)
 
 
@@ -194,8 +194,14 @@ def widen(shape: Any, narrow_tile: Any, wide_tile: Any) -> None:
     plgpu.commit_smem()
 
 
-def _over_columns(shape: Any, scale: Any, size: Any) -> Any:
-    """The scales of a tile, in shared memory, broadcast over the rows of a product."""
+def over_columns(shape: Any, scale: Any, size: Any) -> Any:
+    """The scales of a tile, in shared memory, broadcast over the rows of a product.
+
+    Args:
+        shape: the static parameters of the kernel.
+        scale: a number per column.
+        size: the size of the product, rows and columns.
+    """
     layout = plgpu.Layout.WGMMA.reduce(0)
     scale = scale[...] if shape.interpreted else plgpu.load(scale, (), layout=layout)
     return jax.lax.broadcast_in_dim(scale, size, [1])
