@@ -136,13 +136,43 @@ def quantise(params: Any, shapes: Any) -> Any:
     kernel, shape = params["kernel"], shapes["kernel"]
     if isinstance(kernel, Int8Kernel):
         return {**params, "kernel": kernel.kernel, "scale": kernel.scale}
-    if shape.dtype == jnp.uint8:
-        rule = partial(quantise_groups, group=kernel.shape[-2] // shapes["scale"].shape[-2])
+    group = kernel.shape[-2] // shapes["scale"].shape[-2] if shape.dtype == jnp.uint8 else None
+    if kernel.ndim == 2:
+        kernel, scale = quantise_matrix(kernel, shape.dtype, group)
     else:
-        rule = quantise_fp8 if shape.dtype == FP8 else quantise_kernel
-    # The matrices of experts one after the other: wide numbers are those of one.
-    kernel, scale = rule(kernel) if kernel.ndim == 2 else jax.lax.map(rule, kernel)
+        divided = len(kernel.sharding.device_set) > 1
+        kernel, scale = quantise_experts(kernel, shape.dtype, group, divided)
     return {**params, "kernel": kernel, "scale": scale}
+
+
+def quantise_matrix(kernel: jax.Array, dtype: Any, group: int | None) -> tuple[jax.Array, jax.Array]:
+    """A matrix `[inputs, outputs]` in a narrow dtype, and its scales.
+
+    Args:
+        kernel: the matrix.
+        dtype: the narrow dtype: int8, float8_e4m3fn, or uint8 for numbers of 4 bits.
+        group: inputs that share a scale, of numbers of 4 bits.
+    """
+    if group is not None:
+        return quantise_groups(kernel, group)
+    return quantise_fp8(kernel) if dtype == FP8 else quantise_kernel(kernel)
+
+
+@partial(jax.jit, static_argnames=("dtype", "group", "divided"))
+def quantise_experts(
+    kernel: jax.Array, dtype: Any, group: int | None, divided: bool
+) -> tuple[jax.Array, jax.Array]:
+    """Matrices of experts, `[experts, inputs, outputs]`, as by `quantise_matrix`.
+
+    Args:
+        kernel: the matrices.
+        dtype: as for `quantise_matrix`.
+        group: as for `quantise_matrix`.
+        divided: whether several devices have them, which all compute at once. One device takes one matrix
+            after the other, so that its wide numbers are those of one.
+    """
+    rule = partial(quantise_matrix, dtype=dtype, group=group)
+    return jax.vmap(rule)(kernel) if divided else jax.lax.map(rule, kernel)
 
 
 def int8_kernels(shapes: Any) -> frozenset[tuple[Any, ...]]:

@@ -201,7 +201,6 @@ def test_copies_of_kv_heads_are_next_to_each_other(quantization):
 
 EXPERTS = """
 import json
-from functools import partial
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 from entropic_jax.mesh import make_mesh, sum_over_shards
@@ -215,21 +214,17 @@ gate, up, down = normal(8, 16, 12), normal(8, 16, 12), normal(8, 12, 16)
 expert_ids = np.stack([np.full(13, 5), np.where(np.arange(13) < 4, 4, 1)], 1).astype(np.int32)
 kernel, turned = P("expert", None, "tensor"), P("expert", "tensor", None)
 
-def divided(backend, x, expert_ids, weights, *kernels):
+def divided(x, expert_ids, weights, *kernels):
     expert_ids = local_numbers(expert_ids, kernels[0].shape[0])
-    return sum_over_shards(expert_sum(x, expert_ids, weights, Projections(kernels), backend=backend))
+    return sum_over_shards(expert_sum(x, expert_ids, weights, Projections(kernels)))
 
-largest = {}
-for backend in ("cpu", "xla"):
-    alone = expert_sum(x, expert_ids, weights, Projections((gate, up, down)), backend=backend)
-    for tensor, experts in ((1, 4), (2, 2), (4, 1)):
-        mesh = make_mesh(tensor, expert_parallel_size=experts)
-        specs = (P(), P(), P(), kernel, kernel, turned)
-        program = jax.shard_map(
-            partial(divided, backend), mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False
-        )
-        error = abs(np.asarray(jax.jit(program)(x, expert_ids, weights, gate, up, down)) - alone).max()
-        largest[f"{backend} {tensor}x{experts}"] = float(error)
+alone, largest = expert_sum(x, expert_ids, weights, Projections((gate, up, down))), {}
+for tensor, experts in ((1, 4), (2, 2), (4, 1)):
+    mesh = make_mesh(tensor, expert_parallel_size=experts)
+    specs = (P(), P(), P(), kernel, kernel, turned)
+    program = jax.shard_map(divided, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+    error = abs(np.asarray(jax.jit(program)(x, expert_ids, weights, gate, up, down)) - alone).max()
+    largest[f"{tensor}x{experts}"] = float(error)
 print(json.dumps({"scale": float(abs(np.asarray(alone)).max()), "largest": largest}))
 """
 
@@ -247,7 +242,7 @@ def test_products_of_experts_are_divided():
     )
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(done.stdout)
-    assert report["scale"] > 10 and len(report["largest"]) == 6
+    assert report["scale"] > 10 and len(report["largest"]) == 3
     assert max(report["largest"].values()) < 1e-5 * report["scale"]
 
 

@@ -1,4 +1,4 @@
-"""Benchmark of kernels on the default device: attention, prefill, page selection, entropies, a decoding step.
+"""Benchmark of kernels on the default device: attention, page selection, entropies, experts, a decoding step.
 
     python -m benchmarks.kernels [--quick] [--show RESULTS] [--document]
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from entropic_jax.pallas import self_test
 
 from ..harness.provenance import describe_run, processor_name
-from . import attention, checks, prefill, selection, step, topk_entropy
+from . import attention, checks, experts, prefill, selection, step, topk_entropy
 from .report import shape_text
 from .timing import copy_bandwidth, on_cpu
 
@@ -19,6 +19,7 @@ PARTS = {
     "prefill": prefill.measure,
     "choice": selection.measure,
     "topk_entropy": topk_entropy.measure,
+    "experts": experts.measure,
     "step": step.measure,
 }
 

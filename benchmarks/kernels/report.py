@@ -6,7 +6,7 @@ from typing import Any
 from ..harness.provenance import stamp
 from ..harness.tables import Table
 
-MEASURED_CODE = ("entropic_jax/pallas", "entropic_jax/cpu_runtime")
+MEASURED_CODE = ("entropic_jax/pallas", "entropic_jax/cpu_runtime", "models/experts.py")
 
 
 def shape_text(shape: dict[str, Any]) -> str:
@@ -21,6 +21,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         "prefill": "Causal attention of many queries",
         "choice": "Page selection",
         "topk_entropy": "Top-k and entropies of a batch of logits",
+        "experts": "The experts of a mixture",
         "step": "A step of an 8B-shaped model, random weights",
     }
     header = ["shape", "engine", "pages read", "ms", "least–greatest", "GB/s", "of copy", "over dense"]

@@ -1,10 +1,12 @@
 """Page lists, checks and tables of `benchmarks.kernels`."""
 
+from functools import partial
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.kernels import attention, checks, prefill, report, timing
+from benchmarks.kernels import attention, checks, experts, prefill, report, timing
 
 
 def test_time_in_which_a_device_was_busy():
@@ -29,6 +31,16 @@ def test_lists_of_a_prefill_have_the_pages_of_its_queries():
     assert (np.asarray(count) == 4).all() and kept == 0.4
     listed = np.asarray(index)[..., :4]
     assert (np.diff(listed) > 0).all() and (listed[..., 2:] == [8, 9]).all()
+
+
+def test_the_alternative_of_experts_computes_the_same():
+    (shape, _) = experts.shapes(quick=True)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((3, shape.hidden)), jnp.float32)
+    ids, weights = jnp.array([[0, 2], [2, 3], [0, 3]]), jnp.full((3, 2), 0.5)
+    arguments = (x, ids, weights, experts.random_experts(shape))
+    ours, plain = (f(*arguments) for f in (partial(experts._experts, "xla"), experts._by_ragged_dot))
+    np.testing.assert_allclose(ours, plain, rtol=1e-4, atol=1e-5)
 
 
 def entry(engine, seconds, **more):
