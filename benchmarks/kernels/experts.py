@@ -1,6 +1,6 @@
 """The experts of a mixture: sorting, three grouped products, and the sum over a token's experts."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from entropic_jax.pallas import grouped_matmul
 from .timing import interleaved_seconds, on_cpu
 
 MOST_RAGGED = 64  # pairs; on CPUs and GPUs XLA's grouped product multiplies each of them by every expert
+STEPS = 4  # of other tokens, so that the experts of the last step are not those that a cache holds
 
 
 class Shape(NamedTuple):
@@ -46,22 +47,48 @@ def measure_shape(shape: Shape, repeat: int) -> Iterator[dict[str, Any]]:
     """The entries of one shape."""
     projections = random_experts(shape)
     rng = np.random.default_rng(0)
-    chosen = [rng.permutation(shape.experts)[: shape.per_token] for _ in range(shape.tokens)]
+    chosen = [
+        [rng.permutation(shape.experts)[: shape.per_token] for _ in range(shape.tokens)] for _ in range(STEPS)
+    ]
     x = jnp.asarray(rng.standard_normal((shape.tokens, shape.hidden)), rows_dtype(shape))
     weights = jnp.full((shape.tokens, shape.per_token), 1 / shape.per_token, x.dtype)
-    arguments = (x, jnp.asarray(np.stack(chosen), jnp.int32), weights, projections)
-    read = len(np.unique(chosen)) / shape.experts
+    ids = [jnp.asarray(np.stack(step), jnp.int32) for step in chosen]
+    read = float(np.mean([len(np.unique(step)) for step in chosen])) / shape.experts
     pairs = jax.ShapeDtypeStruct((shape.tokens * shape.per_token, shape.hidden), x.dtype)
     sizes, first = jnp.zeros(shape.experts, jnp.int32), jnp.int32(0)
     operands = (pairs, sizes, projections.kernels[:2], projections.scales[:2], first)
     reasons = grouped_matmul.GROUPED_MATMUL.decline_reasons(*operands)
     names = [name for name, reason in reasons.items() if reason is None]
-    programs: dict[str, Any] = {name: partial(jax.jit(partial(_experts, name)), *arguments) for name in names}
+    steps = lambda function, experts: partial(_steps, jax.jit(function), x, ids, weights, experts)
+    programs: dict[str, Any] = {name: steps(partial(_experts, name), projections) for name in names}
+    if all(map(grouped_matmul.reads_blocked, projections.kernels)):  # as engines load them
+        blocked = projections._replace(kernels=tuple(map(grouped_matmul.in_blocks, projections.kernels)))
+        programs = {"cpu, block by block": steps(partial(_experts, "cpu"), blocked), **programs}
     if shape.tokens * shape.per_token <= MOST_RAGGED and not projections.scales:
-        programs["jax.lax.ragged_dot"] = partial(jax.jit(_by_ragged_dot), *arguments)
+        programs["jax.lax.ragged_dot"] = steps(_by_ragged_dot, projections)
     for name, measured in interleaved_seconds(programs, repeat).items():
         size = read * sum(kernel.nbytes for kernel in projections.kernels)
-        yield {"shape": shape._asdict(), "engine": name, "bytes": size, "seconds": measured}
+        seconds = [total / STEPS for total in measured]
+        yield {"shape": shape._asdict(), "engine": name, "bytes": size, "seconds": seconds}
+
+
+def _steps(
+    step: Callable[..., jax.Array],
+    x: jax.Array,
+    ids: list[jax.Array],
+    weights: jax.Array,
+    experts: Projections,
+) -> list[jax.Array]:
+    """The results of several steps.
+
+    Args:
+        step: a compiled step.
+        x: the tokens, the same in each step.
+        ids: the experts that each step chooses.
+        weights: the weights of the experts.
+        experts: their matrices.
+    """
+    return [step(x, chosen, weights, experts) for chosen in ids]
 
 
 def rows_dtype(shape: Shape) -> str:

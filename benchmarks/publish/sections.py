@@ -25,7 +25,7 @@ FILES: dict[str, str | tuple[str, ...]] = {  # of the sections, one or several
     "ablation.experts": "experts-amd-epyc.json",
     "decode.quantization": "quantization-amd-epyc.json",
     "entropy": "entropy-amd-epyc.json",
-    "kernels": "kernels-amd-epyc.json",
+    "kernels": ("kernels-amd-epyc.json", "kernels-intel-xeon-processor.json"),
     "long_context": LONG_CONTEXT.name,
     "long_context.head_budgets": "head-budgets-amd-epyc.json",
     "optimisers": "optimisers.json",
