@@ -31,6 +31,7 @@ SURROUNDING = ("add_bos_token", "add_eos_token")
 OF_MODEL = "model_specific_special_tokens"
 EXTRA, OLDER_EXTRA = "extra_special_tokens", "additional_special_tokens"
 NAMES, ADDED = "special_tokens_map.json", "added_tokens.json"  # as transformers wrote until 2023
+PROBED = 64  # tokens that are decoded when a tokenizer is read
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 Settings = Mapping[str, Any]
 
@@ -57,6 +58,9 @@ def read_backend(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, Any]]
         backend = as_class(backend, name, names)
     with refusing(file):
         backend.encode("A \ufdd0 b")  # some find out that they lack a token for what is unknown
+        first = range(min(PROBED, backend.get_vocab_size()))
+        for tokens in (*([token] for token in first), list(first)):
+            backend.decode(tokens)  # some decoders panic
     backend.add_tokens(added_tokens(directory, names, backend, present))
     backend.add_tokens(stated_again(name, names, present))
     return backend, names
@@ -126,11 +130,21 @@ def read_checked(file: Path, *checks: Callable[[Any], None]) -> dict[str, Any]:
     """
     values = read_json(file, LARGEST_SETTINGS) if is_there(file) else {}
     try:
-        for check in checks:
+        for check in (*checks, check_unicode):
             check(values)
     except ModelError as error:
         raise ModelError(f"{file}: {error}") from None
     return values
+
+
+def check_unicode(value: Any) -> None:
+    """Raise ModelError for a string with half of a surrogate pair, anywhere in what a JSON file holds."""
+    if isinstance(value, str) and not is_unicode(value):
+        raise ModelError(f"strings must be Unicode; got {abbreviate(value)}")
+    if isinstance(value, Mapping):
+        value = [*value, *value.values()]
+    for part in value if isinstance(value, list) else ():
+        check_unicode(part)
 
 
 def is_other(name: str) -> bool:

@@ -241,6 +241,11 @@ def sizes(model: models.Model, options: EngineOptions, itemsize: float, sharers:
     context: int = options.max_model_len or longest
     usual = (512 if on_cpu else 2048) if options.enable_chunked_prefill else context
     budget: int = options.max_num_batched_tokens or usual
+    if budget < page_size and options.max_num_batched_tokens is not None:
+        raise ParameterError(
+            f"max_num_batched_tokens must be at least {page_size}, the positions of a page; got {budget}",
+            "max_num_batched_tokens",
+        )
     widest = min(budget, EXACT_CHUNK) if options.batch_invariant else budget
     if method is not None and method.prefill is not None:
         widest = method.segment

@@ -157,6 +157,12 @@ def test_fields_of_other_types_are_refused(name, tmp_path):
         Tokenizer.from_directory(tmp_path)
 
 
+def test_half_of_a_surrogate_pair_is_refused(tmp_path):
+    write(tmp_path, byte_level(), tokenizer_config={"image_token": "\ud800"})
+    with pytest.raises(ModelError, match=r"tokenizer_config\.json: strings must be Unicode; got '\\ud800'"):
+        Tokenizer.from_directory(tmp_path)
+
+
 def described(**parts):
     backend = tokenizers.Tokenizer(WordLevel({"a": 0, "b": 1}, "a"))
     for name, part in parts.items():
@@ -184,6 +190,14 @@ def test_parts_that_multiply_a_text_are_refused(name, tmp_path):
     with pytest.raises(ModelError, match=rf"tokenizer\.json: {field} must make a text at most 1000 times"):
         Tokenizer.from_directory(tmp_path)
     assert time.monotonic() - begin < 1
+
+
+def test_a_decoder_that_panics_is_refused(tmp_path):
+    write(tmp_path, described(decoder=decoders.Strip("a", 10**12, 10**12)))
+    with pytest.raises(
+        ModelError, match=r"tokenizer\.json is not readable by tokenizers: index out of bounds"
+    ):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_parts_of_real_models_are_read(tmp_path):

@@ -41,6 +41,7 @@ def test_options_that_are_refused(options, error, message):
             "max_num_seqs must be an integer between 1 and 4096; got a very large integer",
         ),
         ({"max_model_len": 8193}, "max_model_len must be at most 8192, .*; got 8193"),
+        ({"max_num_batched_tokens": 8}, "max_num_batched_tokens must be at least [0-9]+, .* page; got 8"),
         ({"method": "snap"}, "method must be one of dense, entropyinfer, .*; got 'snap'"),
         ({"method": 3}, "method must be one of dense, .*; got 3"),
         (

@@ -144,7 +144,7 @@ def servers(directory: str, port: int, num_processes: int = 2, *options: str) ->
         "--max-num-seqs",
         "1",
         "--max-num-batched-tokens",
-        "16",
+        "64",
         "--max-model-len",
         "128",
         "--kv-cache-bytes",
