@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from .config import ModelError
-from .embedding import Embedding
+from .embedding import EMBEDDING_MODULE, Embedding
 from .experts import StackedLinear
 from .layers import Linear
 from .router import Router
@@ -51,6 +51,18 @@ HEAD = "lm_head"  # the output projection, which is never narrower than 8 bits
 KEPT = ("kv_b_proj", "shared_expert_gate")
 # Scales of a group as multiples of its largest element / 8, with either sign.
 CANDIDATES = tuple(sign * factor for factor in np.linspace(0.6, 1.2, 25) for sign in (1.0, -1.0))
+
+
+def stored_dtype(path: tuple[Any, ...], leaf: Any, dtype: Any) -> Any:
+    """The dtype of an array of a model that is loaded in a dtype.
+
+    Args:
+        path: the path of the array in the shapes of a model's parameters, quantised or not.
+        leaf: its shape.
+        dtype: the dtype of the weights that are not quantised.
+    """
+    of_kernel = path[-1].key == "scale" and path[0].key != EMBEDDING_MODULE
+    return leaf.dtype if of_kernel or leaf.dtype != jnp.float32 else dtype
 
 
 def check_quantization(quantization: str | None) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from entropic_jax.mesh import AXES, DATA, EXPERT, SHARDS, TENSOR
@@ -40,6 +40,7 @@ VOCABULARY_PARALLEL = ("embed_tokens",)
 # whose name ends with NORM.
 REPLICATED = ("norm", "q_norm", "k_norm", "gate", "attention_output_norm", "mlp_output_norm", "act_fn")
 NORM = "layernorm"
+BOTH_SIZES = "tensor_parallel_size times expert_parallel_size"
 
 
 def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
@@ -74,7 +75,7 @@ def partition_spec(path: tuple[Any, ...], ndim: int) -> P:
     raise ModelError(f"mesh must be None for a model with {name}, which programs on a mesh cannot divide yet")
 
 
-def model_devices(mesh: Mesh | None) -> int:
+def model_devices(mesh: Mesh | AbstractMesh | None) -> int:
     """Devices that a copy of a model is divided over; 1 without a mesh."""
     return 1 if mesh is None else mesh.shape[TENSOR] * mesh.shape[EXPERT]
 
@@ -270,7 +271,7 @@ def check_mesh(config: Config, mesh: Mesh) -> None:
     check_sizes(config, mesh.shape[TENSOR], mesh.shape[EXPERT])
 
 
-def check_groups(shapes: Any, mesh: Mesh) -> None:
+def check_groups(shapes: Any, mesh: Mesh | AbstractMesh) -> None:
     """Raise ModelError unless every device gets whole groups of the inputs of quantised matrices.
 
     Args:
@@ -284,8 +285,9 @@ def check_groups(shapes: Any, mesh: Mesh) -> None:
         devices = mesh.shape[TENSOR] if of_experts else model_devices(mesh)
         axes = leaf.ndim - of_experts  # of one matrix's scales
         if module in ROW_PARALLEL and kind == "scale" and axes > 1 and leaf.shape[-2] % devices:
+            name = "tensor_parallel_size" if devices == mesh.shape[TENSOR] else BOTH_SIZES
             raise ModelError(
-                f"tensor_parallel_size must divide the {leaf.shape[-2]} groups of inputs of {module}, each "
+                f"{name} must divide the {leaf.shape[-2]} groups of inputs of {module}, each "
                 f"of which has a scale; got {devices}"
             )
 
@@ -310,7 +312,7 @@ def check_sizes(config: Config, size: int, experts: int = 1) -> None:
             f"expert_parallel_size must be 1 for {config.architecture}, which has no experts; got {experts}"
         )
     if size > 1 and experts > 1:
-        names = "tensor_parallel_size times expert_parallel_size"
+        names = BOTH_SIZES
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads % shards and (shards % kv_heads or heads % shards):
         raise ModelError(

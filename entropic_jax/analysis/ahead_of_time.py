@@ -7,7 +7,6 @@ is what a chip of that slice would hold and exchange.
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +22,7 @@ from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
 from entropic_jax.models.decoder import Decoder
 from entropic_jax.models.layer_stack import scans_layers
+from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -58,7 +58,11 @@ def devices_of(topology: str) -> list[jax.Device]:
 
 
 def decoder_of(
-    config: Config, mesh: Mesh | None = None, stacked: bool | None = None, page_shards: int = 1
+    config: Config,
+    mesh: Mesh | None = None,
+    stacked: bool | None = None,
+    page_shards: int = 1,
+    quantization: str | None = None,
 ) -> Decoder:
     """The functions of a model, as they are compiled.
 
@@ -67,9 +71,10 @@ def decoder_of(
         mesh: the mesh that the model is divided over; None for one device.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide the pages of a KV head.
+        quantization: the quantization of the weights.
     """
     stacked = scans_layers("tpu") if stacked is None else stacked
-    return Decoder(config, mesh, stacked=stacked, page_shards=page_shards)
+    return Decoder(config, mesh, quantization, stacked=stacked, page_shards=page_shards)
 
 
 def state_shapes(
@@ -120,7 +125,7 @@ def lower_step(
     config: Config,
     devices: list[jax.Device],
     batch: Batch,
-    dtypes: tuple[Any, Any],
+    dtypes: tuple[Any, ...],
     preset: Preset,
     experts: int = 1,
     stacked: bool | None = None,
@@ -132,7 +137,7 @@ def lower_step(
         config: the model's configuration.
         devices: the devices of a topology, see `devices_of`.
         batch: sizes of the batch.
-        dtypes: the dtypes of the weights, and of the KV cache.
+        dtypes: the dtypes of the weights, and of the KV cache; and the quantization, if there is one.
         preset: the preset of control.
         experts: groups of devices over which experts are divided.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
@@ -142,15 +147,18 @@ def lower_step(
     model_sharding.check_mesh(config, mesh)
     shards = model_sharding.check_page_shards(config, len(devices), page_shards)
     config = model_sharding.with_kv_head_copies(config, len(devices), shards)
-    decoder = decoder_of(config, mesh, stacked, shards)
+    decoder = decoder_of(config, mesh, stacked, shards, *dtypes[2:])
 
     def placed(x: Any, place: Any, dtype: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, sharding=place)
 
     shapes = decoder.structure[1]
-    weights_dtype = jnp.dtype(dtypes[0])
     places = model_sharding.shardings(shapes, mesh, decoder.pattern)
-    params = jax.tree.map(partial(placed, dtype=weights_dtype), shapes, places)
+
+    def stored(path: tuple[Any, ...], x: Any, place: Any) -> jax.ShapeDtypeStruct:
+        return placed(x, place, stored_dtype(path, x, jnp.dtype(dtypes[0])))
+
+    params = jax.tree_util.tree_map_with_path(stored, shapes, places)
     state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
 

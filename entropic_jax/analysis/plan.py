@@ -12,11 +12,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh
 
-from entropic_jax.mesh import EXPERT, TENSOR, numbers_by_type
+from entropic_jax.mesh import AXES, EXPERT, TENSOR, numbers_by_type
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.models.sharding import (
+    check_groups,
     check_page_shards,
     check_sizes,
     kv_head_copies,
@@ -41,6 +44,7 @@ class Dtypes(NamedTuple):
 
     weights: str
     cache: str
+    quantization: str | None = None  # of the weights, see `models.quantisation`
 
 
 class Roofline(NamedTuple):
@@ -84,28 +88,53 @@ class Plan(NamedTuple):
         return max(0, self.pages) // math.ceil(self.context / self.page_size)
 
 
+def check_groups_of(config: Config, quantization: str | None, size: int, experts: int = 1) -> None:
+    """Raise ModelError unless devices get whole groups of the inputs of a quantised model's matrices.
+
+    Args:
+        config: the model's configuration.
+        quantization: the quantization of the weights; None for any that can.
+        size: devices along tensor.
+        experts: devices along expert.
+    """
+    if quantization is not None:
+        shapes = structure(config, quantization)[1]
+        check_groups(shapes, AbstractMesh((1, size, experts), AXES))
+
+
+class WeightBytes(NamedTuple):
+    """Bytes of the weights on a chip."""
+
+    total: int
+    read: int  # in a step: without the embedding's table
+    experts: int  # of these, the matrices of all experts
+
+
 def weight_bytes(
-    config: Config, devices: int, itemsize: int, experts: int = 1, page_shards: int | None = None
-) -> tuple[int, int]:
-    """Bytes of the weights on a chip: all, and those that a step reads, without the embedding's table.
+    config: Config, devices: int, dtypes: Dtypes, experts: int = 1, page_shards: int | None = None
+) -> WeightBytes:
+    """Bytes of the weights on a chip.
 
     Args:
         config: the model's configuration.
         devices: number of devices of a copy of the model.
-        itemsize: bytes of a weight.
+        dtypes: the dtype of the weights, and their quantization.
         experts: devices of the expert axis, among them.
         page_shards: as for `make_plan`.
     """
-    shapes = structure(with_kv_head_copies(config, devices, page_shards))[1]
+    shapes = structure(with_kv_head_copies(config, devices, page_shards), dtypes.quantization)[1]
     sizes = {TENSOR: devices // experts, EXPERT: experts}
 
-    def on_chip(x: Any, spec: Any) -> int:
+    def on_chip(path: tuple[Any, ...], x: Any, spec: Any) -> int:
         axes = [axis for entry in spec for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis]
-        return x.size // math.prod(sizes[axis] for axis in axes)
+        itemsize = stored_dtype(path, x, jnp.dtype(dtypes.weights)).itemsize
+        return itemsize * x.size // math.prod(sizes[axis] for axis in axes)
 
-    parts = jax.tree.map(on_chip, shapes, partition_specs(shapes, devices))
-    total = sum(jax.tree.leaves(parts)) * itemsize
-    return total, total - sum(jax.tree.leaves(parts["embed_tokens"])) * itemsize
+    parts = jax.tree_util.tree_map_with_path(on_chip, shapes, partition_specs(shapes, devices))
+    total = sum(jax.tree.leaves(parts))
+    of_experts = [layer["mlp"].get("experts") for layer in parts["layers"] if "mlp" in layer]
+    read = total - sum(jax.tree.leaves(parts["embed_tokens"]))
+    return WeightBytes(total, read, sum(jax.tree.leaves(of_experts)))
 
 
 def page_bytes(
@@ -150,7 +179,10 @@ def from_shapes(
     sampled, vocabulary = math.ceil(rows / devices), config.vocab_size  # rows that a device samples
     # Logits three times over, on a mesh also as they are sent and received, and the activations of a layer.
     logits = (3 if devices == 1 else 5) * sampled * vocabulary
-    temporary = 4 * (logits + rows * (config.intermediate_size // devices + 2 * config.hidden_size))
+    inner = max(config.intermediate_size, config.moe_intermediate_size) // devices
+    # Of a mixture, what the experts of a row read and return.
+    hidden_states = 2 + 3 * config.num_experts_per_tok * (config.num_local_experts > 0)
+    temporary = 4 * (logits + rows * (inner + hidden_states * config.hidden_size))
     if devices == 1:
         return StepNeeds(temporary, None, ())
     itemsize, hidden = jnp.dtype(dtypes.weights).itemsize, (rows, 1, config.hidden_size)
@@ -227,8 +259,11 @@ def roofline(
         page_shards: as for `make_plan`.
     """
     devices = topology.devices
-    _, read = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts, page_shards)
+    weights = weight_bytes(config, devices, dtypes, experts, page_shards)
     shape = Decoder(with_kv_head_copies(config, devices, page_shards)).shape
+    # As in the ledger: rows choose experts independently, and the chips of the expert axis have equal shares.
+    unread = (1 - shape.expert_share) ** rows if weights.experts else 0.0
+    read = weights.read - unread * weights.experts
     flops = 2.0 * shape.weights * rows / devices
     position = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim / devices
     cached = rows * context * position * bytes_per_number(dtypes.cache, shape.head_dim)
@@ -261,7 +296,7 @@ def make_plan(
     """
     cache, devices = state.cache, slice_.devices
     rows, context = cache.table.shape[0], cache.table.shape[1] * cache.page_size
-    weights, _ = weight_bytes(config, devices, jnp.dtype(dtypes.weights).itemsize, experts, page_shards)
+    weights = weight_bytes(config, devices, dtypes, experts, page_shards).total
     of_page = page_bytes(config, devices, cache.page_size, dtypes.cache, page_shards)
     rest = state_bytes(state)
     if compiled is None:
@@ -298,18 +333,19 @@ def make_plan(
     )
 
 
-def first_that_fits(config: Config, dtypes: Dtypes, state: Any) -> str | None:
-    """The first of `SLICES`, by shapes, on which a sequence fits and whose chips divide the model; or None.
+def first_that_fits(config: Config, dtypes: Dtypes, state: Any, sequences: int = 1) -> str | None:
+    """The first of `SLICES`, by shapes, on which sequences fit and whose chips divide the model; or None.
 
     Args:
         config: the model's configuration.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch, as shapes.
+        sequences: how many must fit.
     """
     for name in SLICES:
         with contextlib.suppress(ModelError):
             check_sizes(config, topology(name).devices)
-            if make_plan(config, topology(name), dtypes, state).sequences:
+            if make_plan(config, topology(name), dtypes, state).sequences >= sequences:
                 return name
     return None
 

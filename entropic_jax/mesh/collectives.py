@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import mesh_utils
 
 DATA, TENSOR, EXPERT = AXES = ("data", "tensor", "expert")
 SHARDS = (TENSOR, EXPERT)  # the axes of the devices that run one program
@@ -59,12 +60,13 @@ def make_mesh(
             accepted = "1" if most == 1 else f"between 1 and {most}"
             raise ValueError(f"{name} must be {accepted}, {number}; got {size}")
         taken *= size
-    return jax.make_mesh(
-        (data_parallel_size, tensor_parallel_size, expert_parallel_size),
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * len(AXES),
-        devices=available[:taken],
-    )
+    shape = data_parallel_size, tensor_parallel_size, expert_parallel_size
+    types = (jax.sharding.AxisType.Auto,) * len(AXES)
+    try:
+        return jax.make_mesh(shape, AXES, axis_types=types, devices=available[:taken])
+    except NotImplementedError:  # an axis of the chips' torus must be split for these sizes
+        placed = mesh_utils.create_device_mesh(shape, available[:taken], allow_split_physical_axes=True)
+        return jax.sharding.Mesh(placed, AXES, axis_types=types)
 
 
 def on_mesh() -> bool:

@@ -4,8 +4,11 @@ The step is compiled ahead of time where libtpu is installed; else the numbers f
 """
 
 import argparse
+import contextlib
 import json
 import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +17,7 @@ from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options import kv_cache, parallelism, speculation_options
 from ..options.option_types import ROWS, number, positive
+from . import model_options
 
 if TYPE_CHECKING:
     from entropic_jax.analysis.plan import Plan
@@ -35,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="bfloat16",
         help="data type of the weights (default: bfloat16)",
     )
+    model_options.add_quantization(parser)
     kv_cache.add_argument(parser)
     parser.add_argument(
         "--data-parallel-size",
@@ -104,7 +109,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     """The plan of the options, why the step was not compiled if it was not, and what fits if nothing does."""
     from entropic_jax.analysis import ahead_of_time
     from entropic_jax.analysis.chips import topology
-    from entropic_jax.analysis.plan import Dtypes, first_that_fits, make_plan
+    from entropic_jax.analysis.plan import Dtypes, check_groups_of, make_plan
     from entropic_jax.methods.presets import preset
     from entropic_jax.models import ModelError
     from entropic_jax.models.model import read_config
@@ -124,6 +129,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
         config = read_config(options.model)
         check_sizes(config, slice_.devices // experts, experts)
         check_page_shards(config, slice_.devices, page_shards)
+        check_groups_of(config, options.quantization, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
@@ -133,24 +139,57 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     batch = ahead_of_time.Batch(
         options.max_num_seqs, options.max_model_len, page_size, options.max_num_seqs * per_row
     )
-    dtypes = Dtypes(options.dtype, str(kv_cache.stored_as(options.kv_cache_dtype, options.dtype)))
+    cache_dtype = str(kv_cache.stored_as(options.kv_cache_dtype, options.dtype))
+    dtypes = Dtypes(options.dtype, cache_dtype, options.quantization)
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
     plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
+    larger = None
+    if plan.sequences < options.max_num_seqs:
+        narrower = partial(make_plan, config, slice_, state=state, experts=experts, page_shards=page_shards)
+        larger = what_would_fit(config, dtypes, state, options.max_num_seqs, narrower)
     if plan.sequences == 0:
-        return plan, "nothing fits", first_that_fits(config, dtypes, state)
-    if not options.compile:
-        return plan, "--no-compile", None
-    # Compiled for as many sequences as fit: the compiler refuses a program that does not.
+        return plan, "nothing fits", larger
+    # A step for as many sequences as fit: the compiler refuses a program that does not.
     rows = min(options.max_num_seqs, plan.sequences)
     batch = batch._replace(rows=rows, pages=rows * per_row)
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
+    plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
+    if not options.compile:
+        return plan, "--no-compile", larger
     try:
         devices = ahead_of_time.devices_of(slice_.name)
     except RuntimeError as error:
-        return plan, str(error), None
-    step = ahead_of_time.lower_step(config, devices, batch, dtypes, setting, experts, page_shards=page_shards)
+        return plan, str(error), larger
+    step = ahead_of_time.lower_step(
+        config, devices, batch, tuple(dtypes), setting, experts, page_shards=page_shards
+    )
     compiled = ahead_of_time.compiled(step)
-    return make_plan(config, slice_, dtypes, state, compiled, experts, page_shards), "", None
+    return make_plan(config, slice_, dtypes, state, compiled, experts, page_shards), "", larger
+
+
+def what_would_fit(
+    config: Any, dtypes: Any, state: Any, sequences: int, plan_with: "Callable[..., Plan]"
+) -> str | None:
+    """What holds so many sequences: `--quantization int8` on this slice, or the first larger slice; or None.
+
+    Args:
+        config: the model's configuration.
+        dtypes: the dtypes that were asked for.
+        state: the `State` of the batch, as shapes.
+        sequences: how many must fit.
+        plan_with: the plan of the slice with other dtypes.
+    """
+    from entropic_jax.analysis.plan import first_that_fits
+    from entropic_jax.models import ModelError
+
+    results = []
+    if dtypes.quantization is None:
+        with contextlib.suppress(ModelError):
+            if plan_with(dtypes=dtypes._replace(quantization="int8")).sequences >= sequences:
+                results.append("with --quantization int8")
+    if (name := first_that_fits(config, dtypes, state, sequences)) is not None:
+        results.append(f"on {name}")
+    return " or ".join(results) or None
 
 
 def check_divides(option: str, value: int, name: str, number: int) -> None:
@@ -192,7 +231,7 @@ def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[s
         plan: the plan to show, of one engine.
         ranks: number of engines.
         note: why the step was not compiled, if it was not.
-        smallest: where nothing fits, the first slice on which a sequence does.
+        smallest: where fewer sequences fit than were asked for, what holds these.
     """
     from entropic_jax.analysis.plan import counted
 
@@ -209,12 +248,23 @@ def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[s
     }
 
 
-def what_fits(plan: "Plan", smallest: str | None) -> str:
-    """A line on how much fits, or on the first slice on which the model fits."""
+def what_fits(plan: "Plan", requested: int, larger: str | None) -> str:
+    """A line on how much fits.
+
+    Args:
+        plan: the plan to show.
+        requested: sequences that were asked for.
+        larger: where fewer fit, what holds as many; None for no slice that is known.
+    """
+    tokens = plan.pages * plan.page_size
+    fit = f"{plan.sequences} sequences of {plan.context} positions fit ({tokens} tokens)"
+    if plan.sequences >= requested:
+        return fit
+    instead = (
+        f"{requested} fit {larger}" if larger else f"{requested} fit on no slice whose chips divide its heads"
+    )
     if plan.sequences:
-        tokens = plan.pages * plan.page_size
-        return f"{plan.sequences} sequences of {plan.context} positions fit ({tokens} tokens)"
-    instead = f"it fits on {smallest}" if smallest else "it fits on no slice whose chips divide its heads"
+        return f"{fit}, not the {requested} of --max-num-seqs; {instead}"
     return f"does not fit: not one sequence of {plan.context} positions; {instead}"
 
 
@@ -274,7 +324,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
         options: the options of the command line.
         plan: the plan to show.
         note: why the step was not compiled, if it was not.
-        smallest: where nothing fits, the first slice on which a sequence does.
+        smallest: where fewer sequences fit than were asked for, what holds these.
     """
     from entropic_jax.analysis.plan import counted
 
@@ -282,9 +332,11 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
     chips, of_each = ranks * plan.devices, "" if ranks == 1 else " of each engine"
     count_of_chips = "1 chip" if chips == 1 else f"{chips} chips"
     mebibytes = lambda number: f"{number / MIB:10.1f} MiB"
+    weights = options.quantization or options.dtype
+    fits = what_fits(plan, options.max_num_seqs, smallest)
     pages = f"{plan.pages} pages of {plan.page_size} positions"
     lines = [
-        f"{options.model} in {options.dtype} on {options.topology}: {count_of_chips}, {axes}",
+        f"{options.model} in {weights} on {options.topology}: {count_of_chips}, {axes}",
         f"numbers from: {plan.source}" + (f" ({note})" if note else ""),
         "",
         "per chip",
@@ -293,7 +345,7 @@ def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str
         f"  other state  {mebibytes(plan.state_bytes)}",
         f"  temporaries  {mebibytes(plan.temporary_bytes)}",
         f"  memory       {mebibytes(plan.memory_bytes)}   90 % of it may be in use",
-        what_fits(plan, smallest) if ranks == 1 else f"of each engine, {what_fits(plan, smallest)}",
+        fits if ranks == 1 else f"of each engine, {fits}",
         *window_note(plan),
         *copies_note(plan),
         "",

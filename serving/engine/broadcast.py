@@ -71,6 +71,10 @@ class Broadcaster:
         """End all processes because the engine has failed."""
         self._group.fail(error)
 
+    def tell_at_loss(self, tell: Callable[[str], Any]) -> None:
+        """Have a function called with a message when another process has died, before this one ends."""
+        self._group.at_loss = tell
+
     def close_at_exit(self, close: Callable[[], Any]) -> None:
         """Have Python close the engine when it exits."""
         self._group.at_exit = close

@@ -28,6 +28,7 @@ from entropic_jax.state.cache import Cache
 from ..executable_cache import load_or_compile
 from ..options.kv_cache import pages_of
 from ..request import RequestError
+from .engine_call import EngineStoppedError
 from .interface import EmbeddingLimits, Pooling
 
 LONGEST = 8192  # tokens of a text, at most: the size of the KV cache that a text may need
@@ -165,8 +166,8 @@ class Embedder:
                 return done.result(POLL)
             except NotDone:
                 continue
-            except CancelledError:  # the engine has stopped
-                break
+            except CancelledError:
+                raise EngineStoppedError from None
         return None
 
     def _new_cache(self, shape: Shape) -> Cache:

@@ -29,7 +29,7 @@ from .adapters import AdapterSlots
 from .assembly import assemble
 from .broadcast import Broadcaster
 from .embedding import Embedder
-from .engine_call import EngineCall
+from .engine_call import EngineCall, EngineStoppedError, pass_failure
 from .interface import (
     EmbeddingLimits,
     Embeddings,
@@ -124,6 +124,7 @@ class LLMEngine:
         self._thread.start()
         if broadcaster is not None:
             broadcaster.close_at_exit(self.close)
+            broadcaster.tell_at_loss(self._abandon)
 
     # What a front end calls, from any thread.
 
@@ -226,7 +227,7 @@ class LLMEngine:
             for sequence in running:
                 self.scheduler.end(sequence, "abort")
 
-        self._in_engine(begin).add_done_callback(lambda begun: _pass_failure(begun, done))
+        self._in_engine(begin).add_done_callback(lambda begun: pass_failure(begun, done))
         return done
 
     def wake_up(self) -> Future[None]:
@@ -259,11 +260,11 @@ class LLMEngine:
         return self.adapters
 
     def _in_engine(self, function: Callable[[], T]) -> Future[T]:
-        """Call a function in the engine's thread, between two steps. RuntimeError if it has stopped."""
+        """Call a function in the engine's thread, between two steps. EngineStoppedError if it has stopped."""
         call = EngineCall(function, Future())
         with self._lock:
             if not self._open:
-                raise RuntimeError("the engine has stopped")
+                raise EngineStoppedError
             self._inbox.put(call)
         return call.future
 
@@ -292,6 +293,13 @@ class LLMEngine:
         if self.broadcaster is not None:
             self.broadcaster.close()
         return ended
+
+    def _abandon(self, error: str) -> None:
+        """End the streams of all requests with an error, from any thread: the process is about to end."""
+        for stream, sequence in (live := dict(self._live)).items():
+            if not sequence.ended:
+                stream.put(sequence.delta(sequence.transcript.finish("error", error)))
+        wake(live)
 
     # The engine's thread.
 
@@ -390,11 +398,3 @@ class LLMEngine:
         wake(list(self._live))
         self._live.clear()
         self.load = 0
-
-
-def _pass_failure(begun: Future[None], done: Future[None]) -> None:
-    """Give the failure of a call to the future of what it should have begun."""
-    if begun.cancelled():
-        done.cancel()
-    elif (error := begun.exception()) is not None:
-        done.set_exception(error)

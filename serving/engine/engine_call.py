@@ -7,6 +7,13 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T")
 
 
+class EngineStoppedError(RuntimeError):
+    """The engine's thread has ended, so that nothing can be called in it."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped")
+
+
 class EngineCall(NamedTuple, Generic[T]):
     """A function to be called between two steps of the engine."""
 
@@ -21,3 +28,11 @@ class EngineCall(NamedTuple, Generic[T]):
             self.future.set_result(self.function())
         except Exception as error:
             self.future.set_exception(error)
+
+
+def pass_failure(begun: Future[None], done: Future[None]) -> None:
+    """Give the failure of a call to the future of what it should have begun."""
+    if begun.cancelled():
+        done.cancel()
+    elif (error := begun.exception()) is not None:
+        done.set_exception(error)

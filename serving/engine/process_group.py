@@ -36,6 +36,8 @@ SILENT_BEATS = 30  # without one, after which a process counts as dead; a busy m
 LAUNCH_SECONDS = 300  # that a launch may take before it counts as stuck in a collective
 GRACE = 2.0  # seconds in which the death of a process explains why a program has failed
 RETRY = 0.3  # seconds between attempts to reach process 0
+ATTEMPT = 5.0  # seconds of an attempt to reach process 0
+FAREWELL = 1.0  # seconds in which clients are told that another process has died
 MARGIN = 60  # seconds: JAX's timeouts, which abort the process, come after those of this module
 KEY = "entropic_jax/channel"  # in JAX's key-value store
 ALIVE, STOP = "alive", "stop"
@@ -101,14 +103,18 @@ def _check_port(address: tuple[str, int], seconds: float) -> None:
 def _wait_for_host(address: tuple[str, int], seconds: float) -> None:
     """Wait until process 0 listens. Raises ParameterError where its host is unknown or cannot be reached."""
     _resolve(address)
-    deadline = time.monotonic() + seconds
+    deadline, said = time.monotonic() + seconds, False
     while True:
         try:
-            socket.create_connection(address, max(1.0, deadline - time.monotonic())).close()
+            left = deadline - time.monotonic()
+            socket.create_connection(address, min(ATTEMPT, max(1.0, left))).close()
             return
-        except (ConnectionRefusedError, ConnectionResetError):  # process 0 has not started yet
+        except (ConnectionRefusedError, ConnectionResetError, TimeoutError):  # process 0 has not started yet
             if time.monotonic() > deadline:
                 raise _unusable(address, f"nothing listens there after {seconds:g} s") from None
+            if not said:
+                log.warning("process 0 does not answer at %s:%d; waiting %g s at most", *address, seconds)
+            said = True
             time.sleep(RETRY)
         except OSError as error:
             raise _unusable(address, error.strerror or str(error)) from None
@@ -171,6 +177,7 @@ class ProcessGroup:
         for name, function in (("beat", self._beat), ("watch", self._watch), ("launches", self._wait)):
             self._start(f"process-{name}", function)
         self.at_exit: Callable[[], Any] | None = None  # closes the engine, once there is one
+        self.at_loss: Callable[[str], Any] | None = None  # tells the engine's clients that another has died
         atexit.register(self._exit)  # runs before JAX's, which waits for all processes
 
     @property
@@ -240,9 +247,12 @@ class ProcessGroup:
 
         If another process has died, that is the reason, and the message says so.
         """
-        self._failed.wait(GRACE)
+        if self._failed.wait(GRACE):
+            time.sleep(2 * FAREWELL)  # the thread that has noticed ends this process
         log.error("the engine has failed", exc_info=error)
-        self.leave(f"process {self.process_id} has failed: {error}")
+        message = f"process {self.process_id} has failed: {error}"
+        self._take_leave(message)
+        self.leave(message)
 
     def leave(self, message: str, status: int = ENDED) -> NoReturn:
         """End this process at once. The others notice, and end as well.
@@ -317,7 +327,17 @@ class ProcessGroup:
         if self._closing:
             return
         self._failed.set()
-        self.leave(f"process {process_id} of {self.num_processes} {reason}; without it, this process ends")
+        message = f"process {process_id} of {self.num_processes} {reason}; without it, this process ends"
+        self._take_leave(message)
+        self.leave(message)
+
+    def _take_leave(self, message: str) -> None:
+        """Tell the clients of the engine why this process is about to end."""
+        tell, self.at_loss = self.at_loss, None
+        if tell is not None:
+            with contextlib.suppress(Exception):  # of an engine that is in the middle of something
+                tell(message)
+                time.sleep(FAREWELL)
 
 
 _LEAVING = threading.Lock()

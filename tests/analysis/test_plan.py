@@ -15,8 +15,9 @@ from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
 from entropic_jax.analysis.plan import Dtypes, from_shapes, make_plan, page_bytes, weight_bytes
 from entropic_jax.methods.presets import preset
-from entropic_jax.models.decoder import structure
+from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.pallas import dispatch
+from entropic_jax.state.ledger import weights_read
 from tests.marks import exhaustive
 from tests.pallas.compilers import _need
 
@@ -64,22 +65,28 @@ def shapes_of(config, batch=BATCH, setting=None, dtypes=BFLOAT16):
 
 
 def test_weights_of_llama_8b_are_its_8_03_billion_divided_by_eight():
-    total, read = weight_bytes(LLAMA_8B, 8, 2)
+    total, read, _ = weight_bytes(LLAMA_8B, 8, BFLOAT16)
     norms = (2 * 32 + 1) * 4096 * 2  # on every chip
     assert total == pytest.approx(8.030e9 * 2 / 8 + norms * 7 / 8, rel=1e-3)
     assert total - read == 128256 * 4096 * 2 // 8
-    assert weight_bytes(LLAMA_8B, 1, 2)[0] == 2 * sum(x.size for x in jax.tree.leaves(structure(LLAMA_8B)[1]))
+    assert weight_bytes(LLAMA_8B, 1, BFLOAT16).total == 2 * sum(
+        x.size for x in jax.tree.leaves(structure(LLAMA_8B)[1])
+    )
 
 
 def test_experts_are_divided_over_their_axis():
-    weights = weight_bytes(QWEN3_30B, 4, 2)
-    assert weights == weight_bytes(QWEN3_30B, 4, 2, experts=4) == weight_bytes(QWEN3_30B, 4, 2, experts=2)
+    weights = weight_bytes(QWEN3_30B, 4, BFLOAT16)
+    assert (
+        weights
+        == weight_bytes(QWEN3_30B, 4, BFLOAT16, experts=4)
+        == weight_bytes(QWEN3_30B, 4, BFLOAT16, experts=2)
+    )
     assert weights[0] == pytest.approx(30.5e9 * 2 / 4, rel=0.01)
     gpt_oss = dataclasses.replace(
         QWEN3_30B, architecture="GptOssForCausalLM", attention_bias=True, num_hidden_layers=1
     )
     biases = 128 * 2048 * 2  # of the experts' outputs, which the chips that share an expert all have
-    tensor, both = (weight_bytes(gpt_oss, 4, 2, experts)[0] for experts in (1, 4))
+    tensor, both = (weight_bytes(gpt_oss, 4, BFLOAT16, experts).total for experts in (1, 4))
     assert tensor - both == biases * 3 // 4
 
 
@@ -107,7 +114,7 @@ def test_llama_8b_does_not_fit_a_single_v5e_chip():
 
 def test_time_of_a_step():
     time = plan_of().roofline
-    _, read = weight_bytes(LLAMA_8B, 8, 2)
+    read = weight_bytes(LLAMA_8B, 8, BFLOAT16).read
     assert time.weights == pytest.approx(1e3 * read / 819e9)
     assert time.kv_cache == pytest.approx(1e3 * 8 * 1024 * 2 * 32 * 128 * 2 / 819e9)
     # 65 sums, each of which crosses the three + one links of the grid twice, and the logits of a row each.
@@ -115,6 +122,25 @@ def test_time_of_a_step():
     gathered = 8 * 13 * 4 * 7 / 8 / 90e9 + 4e-6  # flags and integers, and floats
     assert time.collectives == pytest.approx(1e3 * (65 * 2 * (summed + 4e-6) + exchanged + gathered + 8e-6))
     assert time.total == pytest.approx(time.weights + time.kv_cache + time.collectives)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 256])
+def test_a_step_reads_the_experts_that_its_rows_choose(rows):
+    devices, batch = 8, ahead_of_time.Batch(rows, 1024, page_size=128, pages=rows * 8)
+    time = plan_of(QWEN3_30B, batch=batch).roofline
+    shape = Decoder(QWEN3_30B).shape
+    expected = 2 * float(weights_read(shape, rows)) / devices
+    # Every chip has all of the routers.
+    assert time.weights == pytest.approx(1e3 * expected / 819e9, rel=0.04)
+
+
+@pytest.mark.parametrize(("quantization", "least", "most"), [("int8", 0.5, 0.51), ("int4", 0.28, 0.30)])
+@pytest.mark.parametrize("config", [LLAMA_70B, QWEN3_30B], ids=["dense", "mixture"])
+def test_quantised_weights_take_fewer_bytes(config, quantization, least, most):
+    wide = weight_bytes(config, 4, BFLOAT16)
+    narrow = weight_bytes(config, 4, BFLOAT16._replace(quantization=quantization))
+    assert least < narrow.total / wide.total < most
+    assert narrow.read < narrow.total and narrow.experts < 0.51 * max(wide.experts, 1)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +265,7 @@ def test_no_chip_gathers_or_copies_the_weights_of_experts(experts):
     devices = ahead_of_time.devices_of("v5e:2x2")
     step = ahead_of_time.lower_step(config, devices, batch, tuple(BFLOAT16), preset("off", 8), experts)
     compiled = ahead_of_time.compiled(step)
-    weights, _ = weight_bytes(config, 4, 2, experts)
+    weights = weight_bytes(config, 4, BFLOAT16, experts).total
     pages = (batch.pages + 1) * page_bytes(config, 4, batch.page_size, "bfloat16")
     memory = compiled.memory_analysis()
     assert memory.argument_size_in_bytes == pytest.approx(weights + pages, rel=0.02)

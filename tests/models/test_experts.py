@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from entropic_jax.models.block_spec import RouterSpec
-from entropic_jax.models.experts import ExpertRule, Projections, expert_sum, gate_product
+from entropic_jax.models.experts import (
+    ExpertRule,
+    Projections,
+    _combine,
+    _sort_by_expert,
+    expert_sum,
+    gate_product,
+)
 from entropic_jax.models.router import Router, exponential, sigmoid, softmax
 
 EXPERTS, HIDDEN, INNER, CHOICES = 5, 8, 12, 2
@@ -78,6 +85,16 @@ def test_unread_experts_may_hold_anything():
     poisoned = [kernel.at[unread].set(jnp.nan) for kernel in kernels]
     expected = summed(x, chosen, weights, *kernels)
     np.testing.assert_array_equal(summed(x, chosen, weights, *poisoned), expected)
+
+
+def test_rows_without_an_expert_add_nothing_whatever_they_hold():
+    """What is behind the last group was never written: it may be NaN."""
+    expert_ids = jnp.array([[0, EXPERTS], [EXPERTS, EXPERTS], [1, 0]])
+    rows, sizes, order = _sort_by_expert(jnp.ones((3, HIDDEN)), expert_ids, EXPERTS)
+    outputs = jnp.where(jnp.arange(6)[:, None] < 3, rows, jnp.nan)
+    weights = jnp.array([[0.25, 0.0], [0.0, 0.0], [0.5, 1.0]])
+    summed_up = _combine(outputs, order, weights, sizes, all_read=False)
+    np.testing.assert_array_equal(summed_up, weights.sum(1)[:, None] * jnp.ones(HIDDEN))
 
 
 @pytest.mark.parametrize("wrt", [0, 2, 3, 5], ids=["x", "weights", "gate", "down"])

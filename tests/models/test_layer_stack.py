@@ -200,10 +200,12 @@ def test_a_scanned_program_has_the_layers_once():
     assert [len(re.findall(r'custom_call_target="entropic_write', text)) for text in texts] == [4, 1]
 
 
-def test_a_quantised_model_is_stacked_with_its_scales():
-    plain, stacked = both("llama", "int8")
-    scale = stacked.params["layers"][0]["mlp"]["up_proj"]["scale"]
-    assert scale.shape[0] == 4
+@pytest.mark.parametrize("name", ["llama", "dense first"])
+def test_a_quantised_model_is_stacked_with_its_scales(name):
+    plain, stacked = both(name, "int8")
+    *_, repeated = stacked.params["layers"]
+    projections = repeated["mlp"].get("experts", repeated["mlp"])
+    assert projections["up_proj"]["scale"].shape[0] == MODELS[name][2].repeats
     (_, expected), (_, actual) = (tokens_of(model, presets.preset("off")) for model in (plain, stacked))
     assert_same(actual, expected)
 

@@ -1,33 +1,13 @@
 """The faults that are sown into the kernels, each a single change of the source; `mutations` runs them."""
 
-from typing import NamedTuple
+from .expert_mutants import EXPERT_MUTANTS
+from .mutant import Mutant, Tests, sown
+
+__all__ = ["MUTANTS", "Mutant", "Tests"]
 
 PAGED, RUNTIME = "entropic_jax/pallas/paged_attention", "entropic_jax/cpu_runtime"
 TOPK, MOMENTS = "entropic_jax/pallas/topk_entropy", "entropic_jax/pallas/entropy_moments"
 DISPATCH = "entropic_jax/pallas/dispatch.py"
-GROUPED = "entropic_jax/pallas/grouped_matmul"
-
-
-class Tests(NamedTuple):
-    """Tests of one file: those whose names match an expression of `pytest -k`."""
-
-    file: str
-    expression: str
-
-
-class Mutant(NamedTuple):
-    """A fault: `old`, which the file holds once, is replaced by `new`."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    tests: Tests
-
-
-def sown(file: str, tests: Tests, *faults: tuple[str, str, str]) -> tuple[Mutant, ...]:
-    """Mutants of one file with the same tests; each fault is a name, the old text and the new."""
-    return tuple(Mutant(name, file, old, new, tests) for name, old, new in faults)
 
 
 DECODE = Tests("tests/pallas/test_paged_attention.py", "(agree_with_float64 or order_100) and cpu")
@@ -51,10 +31,6 @@ MOMENTS_ON_CPU = Tests("tests/pallas/test_entropy_moments.py", "against_float64 
 PAGE = Tests("tests/cpu_runtime/test_attention.py", "against_float64 or largest_score")
 POOL = Tests("tests/cpu_runtime/test_thread_pool.py", "")
 THRESHOLD = Tests("tests/cpu_runtime/test_threshold.py", "")
-GROUPED_ON_CPU = Tests("tests/pallas/test_grouped_matmul.py", "cpu or same_bits")
-GROUPED_REFERENCE = Tests("tests/pallas/test_grouped_matmul.py", "rows_are_multiplied and xla")
-GROUPED_TPU = Tests("tests/pallas/test_grouped_matmul.py", "(test_tpu and late) or reads_a_matrix_once")
-GROUPED_GPU = Tests("tests/pallas/test_grouped_matmul.py", "test_gpu and not compiles")
 CHOICE_OF_BACKEND = Tests("tests/pallas/test_dispatch.py", "")
 
 MUTANTS = (
@@ -399,72 +375,5 @@ MUTANTS = (
             "list(self.backends)",
         ),
     ),
-    *sown(
-        f"{GROUPED}/cpu.py",
-        GROUPED_ON_CPU,
-        (
-            "the first matrix is that of group 0",
-            "matrix = group + operand_integers(frame, 2, (1,))[0]",
-            "matrix = group",
-        ),
-        (
-            "all matrices have the scales of the first",
-            "floats(scales + 4 * (matrix * width + column), (columns,))",
-            "floats(scales + 4 * column, (columns,))",
-        ),
-        (
-            "groups without rows take the place of others",
-            "if end > start:",
-            "if end >= start:",
-        ),
-        (
-            "packed weights have the scales of the first matrix",
-            "scale, group = scales + 2 * (matrix * shape[1] * width + column), inputs // shape[1]",
-            "scale, group = scales + 2 * column, inputs // shape[1]",
-        ),
-    ),
-    *sown(
-        f"{GROUPED}/reference.py",
-        GROUPED_REFERENCE,
-        (
-            "every block of a group is its last",
-            "(number - ends[group] + blocks[group]) * block",
-            "(blocks[group] - 1) * block",
-        ),
-    ),
-    *sown(
-        f"{GROUPED}/tpu.py",
-        GROUPED_TPU,
-        (
-            "a tile keeps the rows of its last group",
-            "jnp.where(of_rows, product, result[...].astype(jnp.float32))",
-            "jnp.where(of_rows, product, 0.0)",
-        ),
-        (
-            "a group lies in one tile",
-            "tile = first_tile[group] + number - (visit_ends[group] - per_group[group])",
-            "tile = first_tile[group] + 0 * number",
-        ),
-        (
-            "places behind the last visit read another matrix",
-            "number = jnp.minimum(place, jnp.maximum(total - 1, 0))",
-            "number = place",
-        ),
-        ("even inputs meet odd ones", "- 8 for shift in (0, 4))", "- 8 for shift in (4, 0))"),
-    ),
-    *sown(
-        f"{GROUPED}/gpu.py",
-        GROUPED_GPU,
-        (
-            "every tile of a group is its first",
-            "source = starts[group] + ROWS * (number - tile_ends[group] + tiles[group])",
-            "source = starts[group] + 0 * number",
-        ),
-        ("a slot is filled while it is read", "@pl.when(step >= shape.slots)", "@pl.when(step < 0)"),
-        (
-            "all tiles have the scales of the first",
-            "scales[0].at[tile, columns]",
-            "scales[0].at[0, columns]",
-        ),
-    ),
+    *EXPERT_MUTANTS,
 )

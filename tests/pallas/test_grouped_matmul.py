@@ -139,11 +139,14 @@ TPU_CASES = (
     ([3, 0, 40], 256, (128, 128), "uint8", "float32"),
     ([9, 0, 30], 128, (96, 96), "float32", "float32"),  # stored the other way round
     ([2, 33], 96, (128,), "int8", "float32"),
+    ([2, 33, 95], 128, (144, 144), "bfloat16", "float32"),  # the last block of columns is not full
+    ([40, 3], 104, (128,), "bfloat16", "bfloat16"),
+    ([1, 130], 128, (48,), "bfloat16", "bfloat16"),
 )
 
 
 @pytest.mark.parametrize("mode", ["late", "eager"])
-@pytest.mark.parametrize("groups", sample(TPU_CASES, 0, 2, 5, 6), ids=str)
+@pytest.mark.parametrize("groups", sample(TPU_CASES, 0, 2, 5, 6, 7, 8, 9), ids=str)
 def test_tpu(monkeypatch, groups, mode):
     sizes, inputs, outputs, dtype, rows_dtype = groups
     bytes_of_columns = tpu.LANES * inputs * len(outputs) * jnp.dtype(rows_dtype).itemsize
@@ -170,7 +173,7 @@ def test_tpu_reads_a_matrix_once_and_none_of_a_group_without_rows():
     sample(
         (
             ([70, 0, 3, 64], 128, (128, 256), "bfloat16"),
-            ([70, 0, 1], 384, (128,), "int8"),
+            ([66, 65], 384, (192,), "int8"),  # as many tiles as there may be
             ([0, 65], 128, (128,), "float8_e4m3fn"),
         ),
         1,
@@ -197,7 +200,13 @@ LARGE = (
     (256, 128, 2048, 768, 2, "float8_e4m3fn"),
 )
 PACKED = (64, 16, 2048, 768, 24, "uint8")
-NARROW_EXPERTS = (64, 128, 2048, 96, 24, "bfloat16")  # the width of 768 over eight devices
+# The width of Qwen3 30B-A3B over 8 and over 16 devices, and widths of which one fills the lanes.
+WIDTHS = (
+    (64, 128, 2048, 96, 24, "bfloat16"),
+    (64, 128, 2048, 48, 24, "bfloat16"),
+    (64, 32, 2880, 384, 3, "bfloat16"),
+    (64, 32, 384, 2880, 3, "int8"),
+)
 
 
 def large(shape):
@@ -214,7 +223,7 @@ def large(shape):
 
 
 @pytest.mark.parametrize("generation", [GENERATIONS[1], *exhaustive(GENERATIONS[0], *GENERATIONS[2:])])
-@pytest.mark.parametrize("shape", [*LARGE, PACKED, NARROW_EXPERTS], ids=str)
+@pytest.mark.parametrize("shape", [*LARGE, PACKED, *WIDTHS], ids=str)
 def test_tpu_compiles_without_a_copy_of_weights(generation, shape):
     multiply = lambda *arguments: tpu.grouped_matmul(*arguments)
     compiled = compile_for_tpu(multiply, *large(shape), generation=generation)
@@ -236,8 +245,10 @@ def test_gpu_compiles_without_spills(shape):
 @pytest.mark.parametrize(
     ("kernel", "inputs", "outputs", "dtype", "reason"),
     [
-        (tpu, 40, 128, "bfloat16", "40 inputs and 128 outputs"),
-        (tpu, 128, 100, "bfloat16", "128 inputs and 100 outputs"),
+        (tpu, 44, 128, "bfloat16", "44 inputs and 128 outputs: only multiples of 8"),
+        (tpu, 128, 100, "bfloat16", "128 inputs and 100 outputs: only multiples of 8"),
+        (tpu, 96, 96, "bfloat16", "96 inputs and 96 outputs: one of them must be a multiple of 128"),
+        (tpu, 128, 48, "int8", "128 inputs and 48 outputs: only multiples of 32"),
         (tpu, 384, 128, "uint8", "384 inputs and 128 outputs of packed weights"),
         (gpu, 96, 128, "bfloat16", "96 inputs and 128 outputs"),
         (gpu, 128, 96, "bfloat16", "128 inputs and 96 outputs"),

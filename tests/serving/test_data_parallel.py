@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from entropic_jax.analysis.plan import page_bytes, weight_bytes
+from entropic_jax.analysis.plan import Dtypes, page_bytes, weight_bytes
 from entropic_jax.mesh import make_mesh
 from entropic_jax.models.model import read_config
 from entropic_jax.serving.engine.data_parallel import DataParallelEngine, Progress, gathered
@@ -160,7 +160,7 @@ def test_engines_have_devices_and_pages_of_their_own(report):
 @pytest.mark.parametrize(("way", "devices"), [("one", 1), ("two", 1), ("two by two", 2)])
 def test_engines_hold_the_bytes_of_their_plan(report, directory, way, devices):
     config = read_config(Path(directory))
-    weights, _ = weight_bytes(config, devices, 4)
+    weights = weight_bytes(config, devices, Dtypes("float32", "float32")).total
     page = page_bytes(config, devices, 16, "float32")
     assert report[way]["weight_bytes"] == [weights] * len(report[way]["devices"])
     assert report[way]["pool_bytes"] == [(pages + 1) * page for pages in report[way]["pages"]]

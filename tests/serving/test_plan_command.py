@@ -134,6 +134,21 @@ def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):
     assert "does not fit: not one sequence of 8192 positions" in capsys.readouterr().out
 
 
+def test_a_plan_for_which_fewer_fit_names_a_dtype_and_a_slice(model, capsys):
+    sizes = ["--topology", "v5e:1x1", "--no-compile", "--max-model-len", "4096"]
+    arguments = ["plan", "--model", model, *sizes, "--max-num-seqs", "2000"]
+    assert main([*arguments, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert 0 < plan["rows"] <= plan["sequences"] < 2000
+    assert main(arguments) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "positions fit" in line]
+    assert f"not the 2000 of --max-num-seqs; 2000 fit on {plan['fits_on'].removeprefix('on ')}" in line
+    for quantization in ([], ["--quantization", "int8"]):
+        assert main([*arguments, "--json", *quantization]) == 0
+    wide, narrow = map(json.loads, capsys.readouterr().out.splitlines())
+    assert 0.49 < narrow["weight_bytes"] / wide["weight_bytes"] < 0.52
+
+
 def test_a_plan_with_experts(tmp_path, capsys):
     routed = {"num_local_experts": 8, "num_experts_per_tok": 2}
     mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **routed}

@@ -188,6 +188,18 @@ def complete(client: httpx2.Client, prompt: str) -> str:
     return answer.json()["choices"][0]["text"]
 
 
+def killed_while_streaming(client: httpx2.Client, process: subprocess.Popen) -> list[str]:
+    """The lines of a stream during which a process is killed."""
+    body = {"model": "m", "prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    lines = []
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        for line in answer.iter_lines():
+            if line and not lines:
+                process.kill()
+            lines += [line] if line else []
+    return lines
+
+
 @pytest.mark.slow
 def test_a_server_of_two_processes(divisible, environment, tmp_path):
     options = ("--served-model-name", "m")
@@ -196,7 +208,7 @@ def test_a_server_of_two_processes(divisible, environment, tmp_path):
         answers = [complete(client, prompt) for prompt in PROMPTS]
         assert answers == [complete(client, prompt) for prompt in PROMPTS]
         refused = client.post("/v1/embeddings", json={"model": "m", "input": "abc"})
-        assert refused.status_code == 400 and "tensor_parallel_size must be 1" in refused.text
+        assert refused.status_code == 400 and "num_processes must be 1 for embeddings; got 2" in refused.text
         assert client.get("/metrics").status_code == 200
         for process in processes:  # as Kubernetes does, to all at once
             process.send_signal(signal.SIGTERM)
@@ -206,6 +218,9 @@ def test_a_server_of_two_processes(divisible, environment, tmp_path):
         folder.mkdir()
         with serving(divisible, environment, folder, *options) as (processes, client):
             assert [complete(client, prompt) for prompt in PROMPTS] == answers
+            if victim == 1:
+                lines = killed_while_streaming(client, processes[victim])
+                assert f"process {victim} of 2 has ended" in lines[-2] and '"error"' in lines[-2], lines[-3:]
             processes[victim].kill()
             survivor = processes[1 - victim]
             assert survivor.wait(END) == 1

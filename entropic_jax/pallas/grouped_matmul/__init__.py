@@ -94,7 +94,8 @@ def grouped_matmul(
         backend: the name of the back end to use; None takes the first that supports the case.
 
     Returns:
-        `[rows, outputs]` for each weight, in the dtype of x. Gradients are those of the plain product.
+        `[rows, outputs]` for each weight, in the dtype of x. Gradients are those of the plain product,
+        without second derivatives.
     """
     return _grouped_matmul(backend, x, sizes, weights, scales, jnp.asarray(first, jnp.int32))
 

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from ..paged_attention.gpu_tile import ROWS, TILED, over_columns, release_tile, widen
 
 DEPTH = 64  # inputs of a tile of rows, and of one of a weight
-WIDTH = 128  # columns of a block
+WIDTHS = (128, 64)  # columns of a block: the first that divides those of a matrix
 SLOTS = 4  # in shared memory: two thread blocks fit on a multiprocessor
 WEIGHT_DTYPES = ("bfloat16", "int8", "float8_e4m3fn")
 
@@ -97,9 +97,9 @@ def check(x: jax.Array, weight: jax.Array) -> None:
     if weight.ndim != 3:
         raise NotImplementedError("only stacks [matrices, inputs, outputs] are supported")
     inputs, outputs = weight.shape[1:]
-    if inputs % DEPTH or outputs % WIDTH:
+    if inputs % DEPTH or outputs % WIDTHS[-1]:
         raise NotImplementedError(
-            f"{inputs} inputs and {outputs} outputs: only multiples of {DEPTH} and of {WIDTH} are supported"
+            f"{inputs} inputs and {outputs} outputs: only multiples of {DEPTH} are supported"
         )
 
 
@@ -119,26 +119,26 @@ def _products(places, matrix, in_use, weight, scales, interpret) -> jax.Array:
         steps=inputs // DEPTH,
         slots=min(SLOTS, inputs // DEPTH),
         dtype=weight.dtype,
-        head_dim=WIDTH,
+        head_dim=next(width for width in WIDTHS if weight.shape[2] % width == 0),
         interpreted=interpret is not None,
     )
-    narrow = weight.dtype != jnp.bfloat16
-    eights = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
-    wide = plgpu.SMEM((DEPTH, WIDTH), jnp.bfloat16, transforms=TILED)
+    narrow, width = weight.dtype != jnp.bfloat16, shape.head_dim
+    eights = (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width))
+    wide = plgpu.SMEM((DEPTH, width), jnp.bfloat16, transforms=TILED)
     return plgpu.kernel(
         partial(_kernel, shape, len(scales)),
         out_type=jax.ShapeDtypeStruct((tiles, ROWS, weight.shape[2]), places.dtype),
-        grid=(tiles, weight.shape[2] // WIDTH),
+        grid=(tiles, weight.shape[2] // width),
         grid_names=("tile", "block"),
         num_threads=2,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((shape.slots, ROWS, DEPTH), jnp.bfloat16, transforms=TILED),
-            plgpu.SMEM((shape.slots, DEPTH, WIDTH), weight.dtype, transforms=eights if narrow else TILED),
-            plgpu.SMEM((ROWS, WIDTH), jnp.bfloat16, transforms=TILED),  # results
+            plgpu.SMEM((shape.slots, DEPTH, width), weight.dtype, transforms=eights if narrow else TILED),
+            plgpu.SMEM((ROWS, width), jnp.bfloat16, transforms=TILED),  # results
             plgpu.Barrier(num_arrivals=2, num_barriers=shape.slots),
             plgpu.Barrier(num_arrivals=1, num_barriers=shape.slots),
-            *([wide, plgpu.SMEM((WIDTH,), jnp.float32), plgpu.Barrier(num_arrivals=1)] if narrow else []),
+            *([wide, plgpu.SMEM((width,), jnp.float32), plgpu.Barrier(num_arrivals=1)] if narrow else []),
         ],
         interpret=interpret,
         kernel_name="grouped_matmul",
@@ -149,7 +149,8 @@ def _kernel(shape: Shape, num_scales: int, matrix, in_use, places, weight, *refs
     scales, (out, x_tiles, weight_tiles, result, full, empty, *widened) = refs[:num_scales], refs[num_scales:]
     warpgroup = jax.lax.axis_index("warpgroup")
     tile, block = jax.lax.axis_index("tile"), jax.lax.axis_index("block")
-    columns = pl.ds(block * WIDTH, WIDTH)
+    width = shape.head_dim
+    columns = pl.ds(block * width, width)
     in_use = in_use[tile] > 0
 
     @pl.when(in_use & (warpgroup == 1))
@@ -186,7 +187,7 @@ def _kernel(shape: Shape, num_scales: int, matrix, in_use, places, weight, *refs
             release_tile(shape, empty.at[slot])
             return sums
 
-        zeros = jnp.zeros((ROWS, WIDTH), jnp.float32)
+        zeros = jnp.zeros((ROWS, width), jnp.float32)
         zeros = zeros if shape.interpreted else plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
         sums = jax.lax.fori_loop(0, shape.steps, step, zeros)
         if widened:

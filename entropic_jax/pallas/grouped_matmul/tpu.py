@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..topk_entropy.reference import exactly
 
-LANES = 128
+LANES, SUBLANES = 128, 8
 TILE_ROWS = 128  # of x
 ROW_STEP = 32  # rows of a tile are a multiple of it, whatever the dtype
 BLOCK_BYTES = 2**22  # of the blocks of all weights that a step reads, widened
@@ -51,8 +51,6 @@ def grouped_matmul(
     (rows, inputs), outputs = x.shape, weights[0].shape[-1]
     check(x, weights)
     width = block_width(outputs, BLOCK_BYTES // (inputs * x.dtype.itemsize * len(weights)))
-    if width == 0:
-        raise NotImplementedError(f"{inputs} inputs: a block of columns takes more than {BLOCK_BYTES} bytes")
     height = min(TILE_ROWS, -(-rows // ROW_STEP) * ROW_STEP)
     tiles = pl.cdiv(rows, height)
     visits = visits_of(sizes, height, tiles, first)
@@ -78,7 +76,7 @@ def grouped_matmul(
         partial(multiply, len(weights), len(scales), transposed),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
-            grid=(outputs // width, steps),
+            grid=(pl.cdiv(outputs, width), steps),
             in_specs=[x_spec, *[weight_spec] * len(weights), *[scale_spec] * len(scales)],
             out_specs=[out_spec] * len(weights),
         ),
@@ -98,17 +96,25 @@ def grouped_matmul(
 
 
 def block_width(outputs: int, most: int) -> int:
-    """Columns of a block: a multiple of the lanes that divides all, or all of them; 0 if that is too many.
+    """Columns of a block: all of them, or a multiple of the lanes, of which the last block may have fewer.
 
-    >>> block_width(768, 400), block_width(96, 400), block_width(96, 90)
-    (384, 96, 0)
+    A multiple that divides all is preferred if it is not much smaller. Raises NotImplementedError where not
+    even the lanes are filled.
+
+    >>> block_width(768, 400), block_width(96, 400), block_width(2880, 364)
+    (384, 96, 256)
 
     Args:
         outputs: columns of a matrix.
         most: columns that a block may have.
     """
-    divisors = (n for n in range(LANES, outputs, LANES) if outputs % n == 0)
-    return max((n for n in (*divisors, outputs) if n <= most), default=0)
+    if outputs <= most:
+        return outputs
+    largest = most // LANES * LANES
+    if largest == 0:
+        raise NotImplementedError(f"{LANES} columns take more than {BLOCK_BYTES} bytes")
+    divisors = (n for n in range(LANES, largest + 1, LANES) if outputs % n == 0)
+    return max((n for n in divisors if 2 * n >= largest), default=largest)
 
 
 def check(x: jax.Array, weights: tuple[jax.Array, ...]) -> None:
@@ -132,9 +138,14 @@ def check(x: jax.Array, weights: tuple[jax.Array, ...]) -> None:
             f"{inputs} inputs and {outputs} outputs of packed weights: only multiples of {2 * LANES} and of "
             f"{LANES} are supported"
         )
-    if inputs % ROW_STEP or outputs % ROW_STEP:
+    if inputs % LANES and outputs % LANES:  # which XLA may store with the matrices along the lanes
         raise NotImplementedError(
-            f"{inputs} inputs and {outputs} outputs: only multiples of {ROW_STEP} are supported"
+            f"{inputs} inputs and {outputs} outputs: one of them must be a multiple of {LANES}"
+        )
+    step = ROW_STEP if min(w.dtype.itemsize for w in weights) == 1 else SUBLANES
+    if inputs % step or outputs % step:
+        raise NotImplementedError(
+            f"{inputs} inputs and {outputs} outputs: only multiples of {step} are supported"
         )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from starlette.requests import Request as HttpRequest
 
+from ...engine.engine_call import EngineStoppedError
 from ...engine.interface import Pooling
 from ...request import RequestError
 from ..frontend import Frontend, FrontendError, refusals
@@ -79,6 +80,8 @@ async def embedded(
         with refusals():
             async with asyncio.timeout(seconds):
                 embeddings = await generation.unless_gone(http, work)
+    except EngineStoppedError as error:
+        raise FrontendError(503, str(error)) from None
     except TimeoutError:
         raise FrontendError(408, f"the request took longer than its timeout of {seconds:g} s") from None
     finally:
