@@ -28,6 +28,7 @@ from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks, replace_l
 LOG = logging.getLogger("entropic_jax.models")
 VARIABLE = "ENTROPIC_LAYERS"
 SCANNED, UNROLLED = "scanned", "unrolled"
+LANES = 128  # of a TPU
 
 
 def scans_layers(platform: str | None = None) -> bool:
@@ -77,8 +78,9 @@ def layer_pattern(layers: tuple[Any, ...]) -> LayerPattern | None:
 def stack_layers(model: Any) -> Any:
     """The model with stacked layers, as engines that scan over layers take it.
 
-    It can then not be saved, quantised or divided. A model in which no layer repeats stays as it is, and so
-    does one whose layers differ in the shape or dtype of their arrays, which is logged.
+    It can then not be saved, quantised or divided. A model in which no layer repeats stays as it is. So does
+    one whose layers differ in the shape or dtype of their arrays, and on TPUs one whose experts would be
+    copied out of their stack; both are logged.
 
     Args:
         model: a `model.Model`, consumed: its arrays are moved, one stack at a time.
@@ -87,12 +89,38 @@ def stack_layers(model: Any) -> Any:
     if decoder.pattern is None:
         return model
     layers = model.params["layers"]
+    if default_device().platform == "tpu" and copied_experts(layers):
+        LOG.warning("layers are unrolled, not scanned: neither side of the experts' matrices fills the lanes")
+        return model
     if not alike(layers, decoder.pattern):
         LOG.warning("layers are unrolled, not scanned: layers that repeat have arrays of several dtypes")
         return model
     model.params["layers"] = ()
     params = {**model.params, "layers": stack_params(layers, decoder.pattern)}
     return dataclasses.replace(model, params=params, stacked=True)
+
+
+def copied_experts(layers: Sequence[Any], divisor: int = 1) -> bool:
+    """Whether experts have matrices that XLA for TPUs copies out of a stack, all layers' in every step.
+
+    It may store a stack with the matrices along the lanes if neither their rows nor their columns fill these.
+
+    Args:
+        layers: the parameters of every layer, or their shapes.
+        divisor: devices that divide the width of each expert, if these are shapes of all devices.
+    """
+    for layer in layers:
+        if (experts := layer.get("mlp", {}).get("experts")) is not None:
+            hidden, inner = on_device(experts["gate_proj"]["kernel"])[-2:]
+            if hidden % LANES and inner // divisor % LANES:
+                return True
+    return False
+
+
+def on_device(x: Any) -> tuple[int, ...]:
+    """The shape of what a device has of an array."""
+    sharding = getattr(x, "sharding", None)
+    return x.shape if sharding is None else sharding.shard_shape(x.shape)
 
 
 def traced_layers(layers: Sequence[Any], pattern: LayerPattern | None) -> list[Any]:

@@ -16,12 +16,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 
 from entropic_jax import loop
-from entropic_jax.mesh import make_mesh, sharding
+from entropic_jax.mesh import TENSOR, make_mesh, sharding
 from entropic_jax.methods.presets import Preset
 from entropic_jax.models import Config
 from entropic_jax.models import sharding as model_sharding
-from entropic_jax.models.decoder import Decoder
-from entropic_jax.models.layer_stack import scans_layers
+from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.models.layer_stack import copied_experts, scans_layers
 from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
@@ -73,7 +73,9 @@ def decoder_of(
         page_shards: devices that divide the pages of a KV head.
         quantization: the quantization of the weights.
     """
-    stacked = scans_layers("tpu") if stacked is None else stacked
+    if stacked is None:
+        divisor = 1 if mesh is None else mesh.shape[TENSOR]
+        stacked = scans_layers("tpu") and not copied_experts(structure(config)[1]["layers"], divisor)
     return Decoder(config, mesh, quantization, stacked=stacked, page_shards=page_shards)
 
 

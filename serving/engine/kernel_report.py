@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from entropic_jax import models
 from entropic_jax.mesh.devices import default_device
 from entropic_jax.methods.presets import pruned_pages
+from entropic_jax.models.layer_stack import on_device
 from entropic_jax.pallas import grouped_matmul, paged_attention, topk_entropy
 from entropic_jax.pallas.dispatch import REFERENCE, Operation
 from entropic_jax.pallas.paged_attention import PageSummary, quantised
@@ -149,11 +150,8 @@ def expert_operands(model: models.Model, rows: int) -> tuple[Any, ...]:
     if experts is None:
         return ()
 
-    def on_device(x: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(x, "sharding", None)
-        return jax.ShapeDtypeStruct(x.shape if sharding is None else sharding.shard_shape(x.shape), x.dtype)
-
-    arrays = [{name: on_device(x) for name, x in experts[part].items()} for part in ("gate_proj", "up_proj")]
+    local = lambda x: jax.ShapeDtypeStruct(on_device(x), x.dtype)
+    arrays = [{name: local(x) for name, x in experts[part].items()} for part in ("gate_proj", "up_proj")]
     is_stacked = len(arrays[0]["kernel"].shape) > 3  # over the layers that repeat
     merged = lambda x: jax.ShapeDtypeStruct((x.shape[0] * x.shape[1], *x.shape[2:]), x.dtype)
     parts = lambda name: tuple(merged(x[name]) if is_stacked else x[name] for x in arrays if name in x)

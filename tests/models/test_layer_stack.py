@@ -312,6 +312,14 @@ def test_the_variable_decides(monkeypatch, chosen, expected):
         layer_stack.scans_layers()
 
 
+def test_experts_that_xla_would_copy_out_of_a_stack():
+    matrix = lambda *shape: {"mlp": {"experts": {"gate_proj": {"kernel": np.zeros((2, *shape))}}}}
+    copied = layer_stack.copied_experts
+    assert not copied([{"mlp": {}}, matrix(256, 96), matrix(96, 128)])
+    assert copied([{"mlp": {}}, matrix(160, 160)]) and copied([matrix(160, 256)], 4)
+    assert not copied([matrix(128, 256)], 4)
+
+
 @pytest.mark.parametrize("layers", ["ab", "abc", "a", ""])
 def test_layers_that_do_not_repeat_have_no_pattern(layers):
     assert layer_pattern(tuple(layers)) is None
@@ -332,5 +340,7 @@ def test_accelerators_scan(monkeypatch, tmp_path, platform, scanned):
     monkeypatch.setattr(layer_stack, "default_device", lambda: SimpleNamespace(platform=platform))
     for name in ("llama", "gpt-oss"):
         models.save(model_of(name), tmp_path / name)
-        assert models.load(tmp_path / name, stacked=None).stacked == scanned
+        # The experts of this gpt-oss do not fill the lanes of a TPU.
+        expected = scanned and (platform, name) != ("tpu", "gpt-oss")
+        assert models.load(tmp_path / name, stacked=None).stacked == expected
         assert not models.load(tmp_path / name).stacked
