@@ -18,8 +18,8 @@ Args:
 Returns:
     A tuple of `[rows, outputs]`, one for each weight, in the dtype of x. Rows behind the last group may hold
     anything. The matrix of a group without rows is not read; XLA's own grouped product, which serves on TPUs
-    where the kernel declines, may copy it. With the back end `cpu`, each row of a result depends, bit for bit,
-    on the same row of x and on its matrix alone.
+    where the kernel declines, may copy it. With the back end `cpu`, each row of a result depends, bit for
+    bit, on the same row of x and on its matrix alone.
 
 Raises:
     NotImplementedError: a back end does not support the case; the message is the reason.
