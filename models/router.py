@@ -108,7 +108,7 @@ class Router(Linear):
         if spec.groups == 1:
             return scores
         by_group = scores.reshape(scores.shape[0], spec.groups, -1)
-        best = jax.lax.top_k(by_group, min(spec.group_score, by_group.shape[-1]))[0].sum(-1)
+        best = total(jax.lax.top_k(by_group, min(spec.group_score, by_group.shape[-1]))[0])[..., 0]
         _, groups = jax.lax.top_k(best, spec.groups_per_token)
         kept = jax.nn.one_hot(groups, spec.groups, dtype=bool).any(1)
         return jnp.where(kept[:, :, None], by_group, -jnp.inf).reshape(scores.shape)

@@ -15,11 +15,11 @@ from ... import cpu_runtime
 from ...cpu_runtime.custom_call import register
 from ...cpu_runtime.run_once import run_once
 from ..skinny_matmul.cpu import (
-    GROUP_STEP,
     PACKED,
     SCALED,
     SKINNY_ROWS,
     WEIGHT_DTYPES,
+    check_groups,
     supports_rows,
     supports_weight,
 )
@@ -59,17 +59,6 @@ def grouped_matmul(
     shapes = tuple(jax.ShapeDtypeStruct((x.shape[0], count), x.dtype) for count in columns)
     call = jax.ffi.ffi_call(_register(dtype, blocked), shapes, vmap_method="sequential")
     return tuple(call(x, jnp.cumsum(sizes, dtype=jnp.int32), first[None], *weights, *scales))
-
-
-def check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
-    """Raise NotImplementedError unless packed weights have scales that the kernel reads."""
-    for scale in scales:
-        group, rest = divmod(inputs, scale.shape[1])
-        if scale.dtype != jnp.bfloat16 or rest or group % GROUP_STEP:
-            raise NotImplementedError(
-                f"scales {scale.dtype}{list(scale.shape)} of {inputs} inputs: only bfloat16 with groups of a "
-                f"multiple of {GROUP_STEP} inputs is supported"
-            )
 
 
 @run_once

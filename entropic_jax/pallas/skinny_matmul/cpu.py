@@ -88,7 +88,7 @@ def skinny_matmul(
     if layouts != {"columns"} and (len(layouts) > 1 or dtypes == {PACKED}):
         raise NotImplementedError("only all weights together lie block by block, and none that are packed")
     if dtypes == {PACKED}:
-        _check_groups(x.shape[1], scales)
+        check_groups(x.shape[1], scales)
     (dtype,) = dtypes
     operands = "rounded" if operand_dtype is not None else "split" if splits_operands(dtype) else "float32"
     has_units = matrix_units_missing() is None
@@ -130,10 +130,15 @@ def _call(
     return tuple(jax.ffi.ffi_call(name, shapes, vmap_method="sequential")(x, *weights, *scales))
 
 
-def _check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
-    """Raise NotImplementedError unless packed weights have scales that the kernel reads."""
+def check_groups(inputs: int, scales: tuple[jax.Array, ...]) -> None:
+    """Raise NotImplementedError unless packed weights have scales that the kernel reads.
+
+    Args:
+        inputs: the number of inputs of a matrix.
+        scales: `[..., inputs / group, outputs]` of each weight.
+    """
     for scale in scales:
-        group, rest = divmod(inputs, scale.shape[0])
+        group, rest = divmod(inputs, scale.shape[-2])
         if scale.dtype != jnp.bfloat16 or rest or group % GROUP_STEP:
             raise NotImplementedError(
                 f"scales {scale.dtype}{list(scale.shape)} of {inputs} inputs: only bfloat16 with groups of a "
