@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from ..engine.installation import devices, versions
-from . import model_options, serve
+from . import model_options, serve, serve_setup
 from .config_file import use_config
 
 
@@ -85,7 +85,7 @@ def server_of(path: str) -> dict[str, Any]:
     stated = parser.parse_args([])
     stated.model = stated.path or stated.model
     try:
-        options = serve.engine_options_of(stated, serve.settings_of(stated))
+        options = serve_setup.engine_options_of(stated, serve_setup.settings_of(stated))
         config, dtype = read_config(stated.model), computing_dtype(options.dtype, stated.model)
         like = lambda x: jax.ShapeDtypeStruct(x.shape, dtype)
         params = jax.tree.map(like, structure(config)[1])

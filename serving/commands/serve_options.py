@@ -265,7 +265,7 @@ def _fleet(group: argparse._ArgumentGroup) -> None:
         type=_resources,
         default={"num_cpus": 1},
         metavar="JSON",
-        help='what Ray reserves for a replica, as {"num_gpus": 1} (default: {"num_cpus": 1})',
+        help='what Ray reserves for each process of a replica, as {"num_gpus": 1} (default: {"num_cpus": 1})',
     )
     group.add_argument(
         "--replica-routing",

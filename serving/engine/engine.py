@@ -20,7 +20,6 @@ import jax
 from entropic_jax import models
 from entropic_jax.mesh.devices import chosen_device, use_device
 
-from ..options import draft_model
 from ..options.adapted_model import ModelWithAdapters, with_adapters
 from ..options.control_options import Control
 from ..request import RequestError
@@ -107,13 +106,12 @@ class LLMEngine:
         self._factory = SequenceFactory(
             model, self.options, self.sizes, self.row_controllers, self.adapters, self._inbox.put
         )
-        self._embedder = Embedder(draft_model.target_of(model), self.context, self._in_engine)
-        self._lock = threading.Lock()
+        self._embedder = Embedder(model, self.context, self._in_engine, broadcaster)
         self._queued = 0  # requests accepted that have not had a row
         self.load = 0  # requests accepted that have not ended
         self._work_done = 0.0  # decode steps, of the sequences that have been forgotten
         self._service_seconds = 1.0  # that a request takes, smoothed
-        self._open, self._stopping = True, threading.Event()
+        self._open, self._stopping, self._lock = True, threading.Event(), threading.Lock()
         self._failure: BaseException | None = None
         self._live: dict[QueuedOutputStream, Sequence] = {}
         self._with_timeout: dict[Sequence, None] = {}
@@ -296,6 +294,7 @@ class LLMEngine:
 
     def _abandon(self, error: str) -> None:
         """End the streams of all requests with an error, from any thread: the process is about to end."""
+        self._failure = RuntimeError(error)
         for stream, sequence in (live := dict(self._live)).items():
             if not sequence.ended:
                 stream.put(sequence.delta(sequence.transcript.finish("error", error)))

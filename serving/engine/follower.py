@@ -14,11 +14,13 @@ from entropic_jax.models import layer_stack
 from entropic_jax.speculation import PassCosts
 
 from ..executable_cache import source_digest
+from ..options import draft_model
 from ..options.control_options import Control
 from . import broadcast, process_group
 from .assembly import EngineParts, assemble
 from .broadcast import COMPILED, name_of
 from .device_state import DeviceState
+from .embedding_programs import CREATE, Chunk, EmbeddingPrograms, Shape, named_shape
 from .options import EngineOptions
 from .process_group import STOP, ProcessGroup
 from .warmup import examples_of
@@ -82,23 +84,26 @@ def follow(
     options = dataclasses.replace(options, num_pages=message.values["num_pages"])
     costs = message.values["costs"] and PassCosts.from_json(message.values["costs"])
     parts = assemble(model, options, calibration, control=control, costs=costs)
-    return Follower(group, parts).run()
+    return Follower(group, model, parts).run()
 
 
 class Follower:
     """The programs and the device state of a process that follows process 0."""
 
-    def __init__(self, group: ProcessGroup, parts: EngineParts) -> None:
+    def __init__(self, group: ProcessGroup, model: models.Model, parts: EngineParts) -> None:
         """A follower that has compiled nothing.
 
         Args:
             group: the processes.
+            model: the model.
             parts: the parts of an engine, which has no thread.
         """
         self._group, self._programs = group, parts.programs
         self._device_state = parts.scheduler.device_state
         examples = examples_of(parts.programs, parts.scheduler)
         self._examples = {name_of(key): (key, example) for key, example in examples.items()}
+        self._embedding = EmbeddingPrograms(draft_model.target_of(model))
+        self._embedding_cache: Any = None  # of the texts that are read
 
     def run(self) -> int:
         """Run what process 0 runs until it ends; the exit status."""
@@ -119,7 +124,10 @@ class Follower:
 
     def _compile(self, name: str) -> None:
         try:
-            self._programs.compile(*self._examples[name])
+            if (embedding := named_shape(name)) is not None:
+                self._embedding.compiled(embedding[1], self._embedding_cache)
+            else:
+                self._programs.compile(*self._examples[name])
         except Exception as error:
             self._group.fail(error)
         self._group.send(COMPILED, {"program": name})
@@ -132,6 +140,9 @@ class Follower:
             numbers: the numbers of the leaves of its arguments that process 0 has sent.
             arrays: these leaves.
         """
+        if (embedding := named_shape(name)) is not None:
+            self._embed(*embedding, arrays)
+            return
         key, example = self._examples[name]
         arguments = tuple(self._device_state if isinstance(x, DeviceState) else x for x in example)
         leaves, structure = jax.tree.flatten(arguments)
@@ -143,3 +154,18 @@ class Follower:
             self._device_state = state
         if outputs is not None:
             self._group.watch(outputs)
+
+    def _embed(self, word: str, shape: Shape, arrays: Any) -> None:
+        """Launch a program for embeddings.
+
+        Args:
+            word: whether a cache is created, or a chunk is read.
+            shape: the shapes of the program.
+            arrays: those of the chunk.
+        """
+        if word == CREATE:
+            self._embedding_cache = self._embedding.new_cache(shape)
+            return
+        program = self._embedding.compiled(shape, self._embedding_cache)
+        self._embedding_cache, outputs = program(self._embedding_cache, Chunk(*arrays))
+        self._group.watch(outputs)

@@ -55,7 +55,7 @@ def start_processes(options: ProcessOptions) -> "ProcessGroup | None":
     if address is not None and options.process_id is not None:
         (_check_port if leads else _wait_for_host)(address, options.initialization_timeout)
     seconds = int(options.initialization_timeout)
-    timer = threading.Timer(seconds, _leave, (_late(options),))
+    timer = threading.Timer(seconds, end_process, (_late(options),))
     timer.daemon = True
     timer.start()
     try:
@@ -261,7 +261,7 @@ class ProcessGroup:
             message: a message of one line.
             status: the exit status.
         """
-        _leave(message, status)
+        end_process(message, status)
 
     def _exit(self) -> None:
         """End the group when Python exits, in order if there is an engine."""
@@ -343,8 +343,13 @@ class ProcessGroup:
 _LEAVING = threading.Lock()
 
 
-def _leave(message: str, status: int = ENDED) -> NoReturn:
-    """End the process with a message; threads stuck in a collective cannot be interrupted otherwise."""
+def end_process(message: str, status: int = ENDED) -> NoReturn:
+    """End this process at once; threads stuck in a collective cannot be interrupted otherwise.
+
+    Args:
+        message: a message of one line.
+        status: the exit status.
+    """
     with _LEAVING:  # the first message counts, and the process never leaves this block
         log.error(message)
         _flush()

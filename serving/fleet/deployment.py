@@ -12,6 +12,7 @@ from ..http.frontend import Frontend
 from ..http.settings import Settings
 from .ingress import Ingress
 from .replica import Replica
+from .replica_processes import STRATEGY, bundle
 
 MODULE = __name__.rpartition(".")[0]
 HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 30.0  # seconds; a dead process is noticed at the next check
@@ -23,6 +24,7 @@ def application(
     options: argparse.Namespace,
     settings: Settings,
     make_frontend: Callable[[argparse.Namespace], Frontend],
+    follow: Callable[[argparse.Namespace], int],
 ) -> serve.Application:
     """The application that parsed options of `entropic serve` describe.
 
@@ -30,6 +32,7 @@ def application(
         options: the parsed options.
         settings: the settings of a server that follow from them.
         make_frontend: loads the model and starts the engine in the process of a replica.
+        follow: what the other processes of a replica run, where it has several.
     """
     plain = copy.copy(options)
     for name in OF_THE_PARSER:
@@ -44,6 +47,9 @@ def application(
         "health_check_timeout_s": HEALTH_TIMEOUT,
         "ray_actor_options": options.replica_resources,
     }
+    if (processes := options.num_processes or 1) > 1:
+        configuration["placement_group_bundles"] = [bundle(options.replica_resources)] * processes
+        configuration["placement_group_strategy"] = STRATEGY
     if options.replica_routing == "prefix":
         configuration["request_router_config"] = RequestRouterConfig(
             request_router_class=f"{MODULE}.request_router.PrefixRouter",
@@ -62,7 +68,7 @@ def application(
         )
     else:
         configuration["num_replicas"] = options.replicas
-    replicas = serve.deployment(Replica).options(**configuration).bind(make_frontend, plain)
+    replicas = serve.deployment(Replica).options(**configuration).bind(make_frontend, follow, plain)
     ingress = serve.deployment(Ingress).options(
         **drain,
         name="ingress",

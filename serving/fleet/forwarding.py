@@ -27,6 +27,10 @@ PER_REPLICA = (
 STORED = "/v1/responses/"
 
 
+class ReplicaLostError(Exception):
+    """The engine of a replica has failed, and Ray is about to replace it."""
+
+
 class Forwarded(NamedTuple):
     """An HTTP request, and the hashes of the blocks of its prompt."""
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from ..http.routes import errors, rendering
-from .forwarding import Forwarded, parsed, prefix_hashes, refusal
+from .forwarding import Forwarded, ReplicaLostError, parsed, prefix_hashes, refusal
 
 logger = logging.getLogger("entropic_jax.serving.fleet")
 ATTEMPTS = 4  # replicas that a request is given to, one after the other
@@ -23,6 +23,7 @@ LOST = (
     exceptions.WorkerCrashedError,
     exceptions.NodeDiedError,
     exceptions.ObjectLostError,
+    ReplicaLostError,
 )
 # Headers of one connection, and one that Ray's proxy adds itself, with the same value.
 NOT_PASSED_ON = (b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"x-request-id")

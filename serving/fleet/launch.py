@@ -30,6 +30,7 @@ def run(
     options: argparse.Namespace,
     settings: Settings,
     make_frontend: Callable[[argparse.Namespace], Frontend],
+    follow: Callable[[argparse.Namespace], int],
 ) -> int:
     """Start the replicas, serve until a signal, let requests in flight end, and return the exit status.
 
@@ -39,6 +40,7 @@ def run(
         options: the parsed options.
         settings: the settings of a server that follow from them.
         make_frontend: loads the model and starts the engine in the process of a replica.
+        follow: what the other processes of a replica run, where it has several.
     """
     before = {number: signal.getsignal(number) for number in SIGNALS}
     started, stop = threading.Event(), threading.Event()
@@ -61,7 +63,7 @@ def run(
     try:
         serve.start(http_options=http_options(settings))
         try:
-            serve.run(application(options, settings, make_frontend), name=NAME)
+            serve.run(application(options, settings, make_frontend, follow), name=NAME)
             started.set()
             logger.info("listening", extra={"address": address, "replicas": options.replicas})
             stop.wait()

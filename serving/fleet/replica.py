@@ -9,10 +9,12 @@ from typing import Any
 
 from ..http.frontend import Frontend
 from ..http.routes.app import create
-from .forwarding import Forwarded
+from .forwarding import Forwarded, ReplicaLostError
+from .replica_processes import start_processes
 from .work import METRIC, WorkMeter
 
 POLL = 0.2  # seconds
+NOTICED = 2.0  # seconds in which Ray learns that this replica ends, and sends requests to others
 
 
 class Replica:
@@ -20,12 +22,18 @@ class Replica:
 
     Args:
         make_frontend: loads the model and starts the engine.
+        follow: what the other processes of the replica run, where it has several.
         options: the parsed options of the command line.
     """
 
     def __init__(
-        self, make_frontend: Callable[[argparse.Namespace], Frontend], options: argparse.Namespace
+        self,
+        make_frontend: Callable[[argparse.Namespace], Frontend],
+        follow: Callable[[argparse.Namespace], int],
+        options: argparse.Namespace,
     ) -> None:
+        if (options.num_processes or 1) > 1:
+            options = start_processes(options, follow)
         self.frontend = make_frontend(options)
         self.app, self.meter = create(self.frontend), WorkMeter()
         while not self.frontend.engine.ready():  # Ray sends requests once this method has returned
@@ -33,7 +41,11 @@ class Replica:
             time.sleep(POLL)
 
     async def respond(self, forwarded: Forwarded) -> AsyncIterator[dict[str, Any]]:
-        """The ASGI messages of the response to a request; closing the iterator cancels the request."""
+        """The ASGI messages of the response to a request; closing the iterator cancels the request.
+
+        Raises:
+            ReplicaLostError: The engine has failed; what else it says is not passed on.
+        """
         messages: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         gone, bodies = asyncio.Event(), iter([forwarded.body])
 
@@ -50,6 +62,9 @@ class Replica:
         task.add_done_callback(lambda _: messages.put_nowait(None))
         try:
             while (message := await messages.get()) is not None:
+                if (failure := self.frontend.engine.failure()) is not None:
+                    await asyncio.sleep(NOTICED)
+                    raise ReplicaLostError(f"the engine has failed: {failure}")
                 yield message
             await task  # raises what the application raised
         finally:

@@ -43,7 +43,7 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
         "--num-processes",
         type=positive,
         metavar="INT",
-        help="processes over whose devices the model is divided (default: 1)",
+        help="processes over whose devices the model, or each of its --replicas, is divided (default: 1)",
     )
     group.add_argument(
         "--process-id",

@@ -9,7 +9,7 @@ import pytest
 from entropic_jax.models import ModelError, Tokenizer, gguf_tokenizer
 from entropic_jax.models.sentencepiece_model import sentencepiece_tokenizer
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.request.chat_template import DEFAULT_TEMPLATE, named_template, render, set_template
 
@@ -101,10 +101,10 @@ def test_a_template_by_its_name(tmp_path):
     assert named_template(tmp_path, "other") is named_template(tmp_path, "../rag") is None
     assert named_template(tmp_path / "nowhere", "rag") is None
     options = parser().parse_args(["serve", "--model", str(tmp_path), "--chat-template", "rag"])
-    assert serve.text_side_of(options).template == template("rag", "list")
+    assert serve_setup.text_side_of(options).template == template("rag", "list")
     options.chat_template = "other"
     with pytest.raises(RequestError, match="--chat-template must be a readable file; got other"):
-        serve.text_side_of(options)
+        serve_setup.text_side_of(options)
 
 
 def test_what_is_no_text_is_named(tmp_path):

@@ -101,7 +101,7 @@ def over_http(directory: str) -> dict[str, Any]:
         report["others"] = [complete(prompt) for prompt in PROMPTS]
         report["again"] = [complete(prompt) for prompt in PROMPTS]
         report["embeddings"] = [embed(client) for _ in range(4)]
-        report["embedding_programs"] = [len(e._embedder._compiled) for e in engine.engines]
+        report["embedding_programs"] = [len(e._embedder.programs) for e in engine.engines]
         ranked = {"query": "a", "documents": ["b", "c"], "scoring": "embedding"}
         report["reranked"] = [client.post("/rerank", json=ranked).json()["results"] for _ in range(2)]
         report["metrics"] = client.get("/metrics").text

@@ -100,6 +100,7 @@ def running_fleet(log: Path, *arguments: str) -> Iterator[Fleet]:
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_AUTH_MODE": "disabled",
+        "RAY_worker_niceness": "0",  # as all other processes of the tests
     }
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=log.parent, env=environment, stdout=output, stderr=output)

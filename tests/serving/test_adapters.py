@@ -11,7 +11,7 @@ import pytest
 from entropic_jax import LLM, LoRARequest, SamplingParams, models
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.options import lora
 from entropic_jax.serving.request import RequestError
@@ -141,11 +141,11 @@ def test_options_of_the_command_line(tmp_path):
         "max_loras": None,
         "max_lora_rank": 8,
     }
-    assert serve.settings_of(options).lora_dir == str(tmp_path)
+    assert serve_setup.settings_of(options).lora_dir == str(tmp_path)
     with pytest.raises(RequestError, match="--lora-dir needs --enable-lora"):
-        serve.settings_of(options_of("--lora-dir", str(tmp_path)))
+        serve_setup.settings_of(options_of("--lora-dir", str(tmp_path)))
     with pytest.raises(RequestError, match="--lora-dir must be a directory"):
-        serve.settings_of(options_of("--enable-lora", "--lora-dir", str(tmp_path / "missing")))
+        serve_setup.settings_of(options_of("--enable-lora", "--lora-dir", str(tmp_path / "missing")))
 
 
 ENTRIES = ("a", "=x", "a=", "{", "[]", '{"name": "a"}', '{"name": "a", "path": "b", "c": 1}')

@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.engine import start
 from entropic_jax.serving.engine.interface import EngineRequest, PrefixCacheReset
 from entropic_jax.serving.engine.options import EngineOptions
@@ -96,7 +96,7 @@ def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):
 
 def test_the_limits_of_stored_responses_are_flags():
     flags = "--max-stored-responses 7 --max-stored-response-bytes 1000 --stored-response-ttl 2.5".split()
-    limits = serve.settings_of(parser().parse_args(["serve", *flags])).limits
+    limits = serve_setup.settings_of(parser().parse_args(["serve", *flags])).limits
     assert (limits.stored_responses, limits.stored_response_bytes) == (7, 1000)
     assert limits.stored_response_seconds == 2.5
 

@@ -3,7 +3,7 @@
 import pytest
 
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.commands.config_file import use_config
 
 YAML = """\
@@ -37,7 +37,7 @@ def test_flags_come_from_the_file_and_the_command_line_wins(tmp_path):
     assert options.api_key == ["007"] and options.enable_prefix_caching is False
     assert options.disable_log_requests and options.gpu_memory_utilization == 0.5
     assert options.speculative_config == '{"num_speculative_tokens": 3}'
-    settings = serve.settings_of(options)
+    settings = serve_setup.settings_of(options)
     assert settings.allowed_origins == ("https://example.org",) and settings.api_keys == ("007",)
     negated = parsed(tmp_path, "no-enable-log-requests: yes\nno-enable-prefix-caching: true")
     assert negated.disable_log_requests and not negated.enable_prefix_caching

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from ray.exceptions import ActorDiedError
 from starlette.requests import Request
 
 from entropic_jax.serving.fleet import ingress
-from entropic_jax.serving.fleet.forwarding import prefix_hashes
+from entropic_jax.serving.fleet import replica as replicas
+from entropic_jax.serving.fleet.forwarding import Forwarded, ReplicaLostError, prefix_hashes
 
 JSON, EVENTS = b"application/json", b"text/event-stream; charset=utf-8"
 
@@ -30,8 +32,11 @@ def body(*pieces: bytes) -> list[dict[str, Any]]:
 class Messages:
     """The messages of a replica, then its death unless it is the end."""
 
-    def __init__(self, messages: list[Any], dies: bool, hangs: bool = False) -> None:
+    def __init__(
+        self, messages: list[Any], dies: bool, hangs: bool = False, error: Exception | None = None
+    ) -> None:
         self.left, self.dies, self.hangs, self.cancelled = list(messages), dies, hangs, False
+        self.error = ActorDiedError() if error is None else error
 
     def __aiter__(self):
         return self
@@ -42,7 +47,7 @@ class Messages:
         if self.hangs:
             await asyncio.sleep(60)
         if self.dies:
-            raise ActorDiedError
+            raise self.error
         raise StopAsyncIteration
 
     def cancel(self) -> None:
@@ -101,8 +106,9 @@ def test_a_request_that_has_streamed_nothing_goes_to_another_replica(content_typ
     assert handle.requests[0].hashes == prefix_hashes({"prompt": "p"})
 
 
-def test_an_answer_that_is_no_stream_is_retried_midway():
-    dying = Messages([start(JSON), *body(b'{"half": ')], dies=True)
+@pytest.mark.parametrize("error", [ActorDiedError(), ReplicaLostError("the engine has failed: x")])
+def test_an_answer_that_is_no_stream_is_retried_midway(error):
+    dying = Messages([start(JSON), *body(b'{"half": ')], dies=True, error=error)
     assert ask(Handle(dying, Messages([start(JSON), *body(b"{}")], dies=False)))[2] == b"{}"
 
 
@@ -172,3 +178,31 @@ def test_refusals_need_no_replica():
     assert ask(Handle(), sent=b'{"previous_response_id": "r"}')[0] == 400
     status, _, text = ask(Handle(), sent=b"x" * 1001)
     assert status == 413 and "at most 1000 bytes; got at least 1001" in json.loads(text)["error"]["message"]
+
+
+@pytest.mark.parametrize("failure", [None, RuntimeError("process 1 of 2 has ended")])
+def test_a_replica_whose_engine_has_failed_passes_nothing_on(monkeypatch, failure):
+    """Its requests then go elsewhere, where an answer of the dying engine would be final."""
+    monkeypatch.setattr(replicas, "NOTICED", 0.01)
+    sent = [start(JSON), *body(b"{}")]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in sent:
+            await send(message)
+
+    replica = replicas.Replica.__new__(replicas.Replica)
+    replica.app = app
+    replica.frontend = SimpleNamespace(
+        engine=SimpleNamespace(failure=lambda: failure, close=lambda timeout: None),
+        pools=SimpleNamespace(close=lambda: None),
+    )
+
+    async def respond() -> list[Any]:
+        request = Forwarded("POST", "/v1/completions", b"", (), None, b"{}")
+        return [message async for message in replica.respond(request)]
+
+    if failure is None:
+        assert asyncio.run(respond()) == sent
+    else:
+        with pytest.raises(ReplicaLostError, match="the engine has failed: process 1 of 2 has ended"):
+            asyncio.run(respond())

@@ -30,6 +30,15 @@ def fails(capsys, *arguments: str) -> str:
         (["--replicas", "2", "--lora-dir", "x"], "--lora-dir must be absent with --replicas; got x"),
         (["--replicas", "2", "--profile-dir", "x"], "--profile-dir must be absent with --replicas; got x"),
         (["--replicas", "2", "--files-dir", "x"], "--files-dir must be absent with --replicas; got x"),
+        (
+            ["--replicas", "2", "--process-id", "1"],
+            "--process-id must be absent with --replicas; got 1",
+        ),
+        (["--replicas", "2", "--distributed"], "--distributed must be absent with --replicas"),
+        (
+            ["--replicas", "2", "--num-processes", "2", "--enable-sleep-mode"],
+            "--enable-sleep-mode must be off with several processes; got on",
+        ),
         (["--replicas", "2", "--port", "0"], "--port must be at least 1 with --replicas; got 0"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas must be at least --replicas, 3; got 2"),
         (["--replica-resources", "[1]"], "--replica-resources must be a JSON object with num_cpus"),
@@ -54,11 +63,15 @@ def test_ray_that_is_not_installed_is_named(capsys, monkeypatch):
 DESCRIBE = """
 import json
 from entropic_jax.serving.cli import parsed
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_fleet
 from entropic_jax.serving.fleet.deployment import application
-options = parsed(["serve", "--replicas", "2", "--max-replicas", "5", "--work-per-replica", "7"])
-bound = application(options, serve.fleet_settings(options), serve.frontend_of)
-configuration = bound._bound_deployment.init_args[0]._bound_deployment._deployment_config
+arguments = ["--replicas", "2", "--max-replicas", "5", "--work-per-replica", "7", "--num-processes", "3"]
+options = parsed(["serve", *arguments])
+bound = application(
+    options, serve_fleet.fleet_settings(options), serve_fleet.frontend_of, serve_fleet.follow_process_0
+)
+deployment = bound._bound_deployment.init_args[0]._bound_deployment
+configuration = deployment._deployment_config
 scaling = configuration.autoscaling_config
 print(json.dumps([
     scaling.min_replicas,
@@ -67,6 +80,7 @@ print(json.dumps([
     scaling.policy.policy_kwargs,
     configuration.request_router_config.get_request_router_class().__name__,
     configuration.graceful_shutdown_timeout_s,
+    deployment._replica_config.placement_group_bundles,
 ]))
 """
 
@@ -80,7 +94,7 @@ def test_the_application_describes_the_options():
     )
     assert done.returncode == 0, done.stderr
     described = json.loads(done.stdout.splitlines()[-1])
-    assert described == [2, 5, "SecondsOfWork", {"target": 7.0}, "PrefixRouter", 30.0]
+    assert described == [2, 5, "SecondsOfWork", {"target": 7.0}, "PrefixRouter", 30.0, [{"CPU": 1}] * 3]
 
 
 @pytest.mark.slow

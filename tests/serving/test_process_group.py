@@ -149,7 +149,7 @@ class Recorder:
 @pytest.fixture
 def ended(monkeypatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    monkeypatch.setattr(process_group, "_leave", recorder.leave)
+    monkeypatch.setattr(process_group, "end_process", recorder.leave)
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     monkeypatch.setattr(process_group.atexit, "register", lambda function: None)
     yield recorder

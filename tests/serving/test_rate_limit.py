@@ -4,7 +4,7 @@ import httpx2
 import pytest
 
 from entropic_jax.serving.cli import parser
-from entropic_jax.serving.commands import serve
+from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.http.rate_limit import RateLimit, RateLimiter
 from entropic_jax.serving.http.settings import Limits
 
@@ -52,7 +52,7 @@ def test_a_bucket_fills_steadily_and_is_forgotten_when_full():
 
 def test_the_flag():
     options = parser().parse_args(["serve", "--request-rate-limit", "600/min"])
-    assert serve.settings_of(options).limits.rate == RateLimit(600, 60.0)
+    assert serve_setup.settings_of(options).limits.rate == RateLimit(600, 60.0)
 
 
 @pytest.mark.parametrize("text", ["10", "0/s", "1.5/s", "10/day", "/s"])
