@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
+Ways = list[dict[str, str]]  # options with each of which a batch fits, by name
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic plan` takes."""
@@ -105,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     return int(plan.sequences == 0)
 
 
-def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
+def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     """The plan of the options, why the step was not compiled if it was not, and what fits if nothing does."""
     from entropic_jax.analysis import ahead_of_time
     from entropic_jax.analysis.chips import topology
@@ -143,7 +145,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
     dtypes = Dtypes(options.dtype, cache_dtype, options.quantization)
     state = ahead_of_time.state_shapes(config, batch, dtypes.cache, setting)
     plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
-    larger = None
+    larger: Ways = []
     if plan.sequences < options.max_num_seqs:
         narrower = partial(make_plan, config, slice_, state=state, experts=experts, page_shards=page_shards)
         larger = what_would_fit(config, dtypes, state, options.max_num_seqs, narrower)
@@ -169,8 +171,8 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, str | None]":
 
 def what_would_fit(
     config: Any, dtypes: Any, state: Any, sequences: int, plan_with: "Callable[..., Plan]"
-) -> str | None:
-    """What holds so many sequences: `--quantization int8` on this slice, or the first larger slice; or None.
+) -> Ways:
+    """What holds so many sequences: `--quantization int8` on this slice, and the first larger slice.
 
     Args:
         config: the model's configuration.
@@ -186,10 +188,10 @@ def what_would_fit(
     if dtypes.quantization is None:
         with contextlib.suppress(ModelError):
             if plan_with(dtypes=dtypes._replace(quantization="int8")).sequences >= sequences:
-                results.append("with --quantization int8")
+                results.append({"quantization": "int8"})
     if (name := first_that_fits(config, dtypes, state, sequences)) is not None:
-        results.append(f"on {name}")
-    return " or ".join(results) or None
+        results.append({"topology": name})
+    return results
 
 
 def check_divides(option: str, value: int, name: str, number: int) -> None:
@@ -224,14 +226,14 @@ def of_all_ranks(plan: "Plan", ranks: int) -> dict[str, Any]:
     }
 
 
-def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[str, Any]:
+def as_json(plan: "Plan", ranks: int, note: str, smallest: Ways) -> dict[str, Any]:
     """The plan as JSON has it.
 
     Args:
         plan: the plan to show, of one engine.
         ranks: number of engines.
         note: why the step was not compiled, if it was not.
-        smallest: where fewer sequences fit than were asked for, what holds these.
+        smallest: where fewer sequences fit than were asked for, what holds these, as options.
     """
     from entropic_jax.analysis.plan import counted
 
@@ -248,21 +250,21 @@ def as_json(plan: "Plan", ranks: int, note: str, smallest: str | None) -> dict[s
     }
 
 
-def what_fits(plan: "Plan", requested: int, larger: str | None) -> str:
+def what_fits(plan: "Plan", requested: int, larger: Ways) -> str:
     """A line on how much fits.
 
     Args:
         plan: the plan to show.
         requested: sequences that were asked for.
-        larger: where fewer fit, what holds as many; None for no slice that is known.
+        larger: where fewer fit, what holds as many, as options; empty for no slice that is known.
     """
     tokens = plan.pages * plan.page_size
     fit = f"{plan.sequences} sequences of {plan.context} positions fit ({tokens} tokens)"
     if plan.sequences >= requested:
         return fit
-    instead = (
-        f"{requested} fit {larger}" if larger else f"{requested} fit on no slice whose chips divide its heads"
-    )
+    words = {"quantization": "with --quantization {}", "topology": "on {}"}
+    ways = [words[name].format(value) for way in larger for name, value in way.items()]
+    instead = f"{requested} fit {' or '.join(ways) or 'on no slice whose chips divide its heads'}"
     if plan.sequences:
         return f"{fit}, not the {requested} of --max-num-seqs; {instead}"
     return f"does not fit: not one sequence of {plan.context} positions; {instead}"
@@ -317,14 +319,14 @@ def totals(plan: "Plan", ranks: int) -> list[str]:
     ]
 
 
-def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: str | None) -> list[str]:
+def describe(options: argparse.Namespace, plan: "Plan", note: str, smallest: Ways) -> list[str]:
     """The plan as lines of text.
 
     Args:
         options: the options of the command line.
         plan: the plan to show.
         note: why the step was not compiled, if it was not.
-        smallest: where fewer sequences fit than were asked for, what holds these.
+        smallest: where fewer sequences fit than were asked for, what holds these, as options.
     """
     from entropic_jax.analysis.plan import counted
 

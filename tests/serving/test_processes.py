@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,8 +102,8 @@ def tokens_of(
 @pytest.mark.parametrize(
     ("preset", "processes", "devices"),
     [
-        ("off", 2, 1),
-        *exhaustive(("meso", 2, 1), ("full-lossy", 2, 1), ("off", 4, 1)),
+        ("off", 4, 1),
+        *exhaustive(("off", 2, 1), ("meso", 2, 1), ("full-lossy", 2, 1)),
     ],
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
@@ -168,10 +169,15 @@ def log_of(folder: Path, number: int) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def serving(directory: str, environment: dict[str, str], folder: Path, *options: str) -> Iterator[Any]:
-    """Two processes that serve; yields them and a client."""
-    flags = {"XLA_FLAGS": virtual_devices(1)}
-    with started(servers(directory, free_port(), 2, *options), {**environment, **flags}, folder) as running:
+def serving(
+    directory: str, environment: dict[str, str], folder: Path, *options: str, num_processes: int = 2
+) -> Iterator[Any]:
+    """Processes that serve; yields them and a client."""
+    flags, commands = (
+        {"XLA_FLAGS": virtual_devices(1)},
+        servers(directory, free_port(), num_processes, *options),
+    )
+    with started(commands, {**environment, **flags}, folder) as running:
         deadline, url = time.monotonic() + SECONDS, ""
         while not url:
             assert time.monotonic() < deadline, "the server did not begin to listen"
@@ -225,28 +231,31 @@ def killed_while_streaming(client: httpx2.Client, process: subprocess.Popen) -> 
 
 
 @pytest.mark.slow
-def test_a_server_of_two_processes(divisible, environment, tmp_path):
-    options = ("--served-model-name", "m")
+@pytest.mark.parametrize("number", [2, *exhaustive(4)])
+def test_a_server_of_several_processes(number, divisible, environment, tmp_path):
+    options, several = ("--served-model-name", "m"), partial(serving, divisible, environment)
     (tmp_path / "first").mkdir()
-    with serving(divisible, environment, tmp_path / "first", *options) as (processes, client):
+    with several(tmp_path / "first", *options, num_processes=number) as (processes, client):
         answers = [complete(client, prompt) for prompt in PROMPTS]
         assert answers == [complete(client, prompt) for prompt in PROMPTS]
         assert_embeddings_of_one_process(divisible, client)
         assert client.get("/metrics").status_code == 200
         for process in processes:  # as Kubernetes does, to all at once
             process.send_signal(signal.SIGTERM)
-        assert statuses(processes, 60) == [0, 0]
+        assert statuses(processes, 60) == [0] * number
     for victim in (1, 0):
         folder = tmp_path / f"victim-{victim}"
         folder.mkdir()
-        with serving(divisible, environment, folder, *options) as (processes, client):
+        with several(folder, *options, num_processes=number) as (processes, client):
             assert [complete(client, prompt) for prompt in PROMPTS] == answers
             if victim == 1:
                 lines = killed_while_streaming(client, processes[victim])
-                assert f"process {victim} of 2 has ended" in lines[-2] and '"error"' in lines[-2], lines[-3:]
+                assert f"process {victim} of {number} has ended" in lines[-2] and '"error"' in lines[-2], (
+                    lines[-3:]
+                )
             processes[victim].kill()
-            survivor = processes[1 - victim]
-            assert survivor.wait(END) == 1
+            survivors = [process for other, process in enumerate(processes) if other != victim]
+            assert statuses(survivors, END) == [1] * (number - 1)
         message = log_of(folder, 1 - victim)[-1]["message"]
-        assert message == f"process {victim} of 2 has ended; without it, this process ends"
+        assert message == f"process {victim} of {number} has ended; without it, this process ends"
         assert "Traceback" not in (folder / f"{1 - victim}.err").read_text()
