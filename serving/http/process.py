@@ -197,7 +197,8 @@ def bind(settings: Settings) -> socket.socket:
     if settings.uds is not None:
         return _bind_path(settings.uds)
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # With the protocol stated, asyncio lets the kernel send each piece of a response at once (TCP_NODELAY).
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))

@@ -48,6 +48,17 @@ def answered(connection: socket.socket) -> tuple[int, dict]:
     return int(head.split()[1]), json.loads(content)
 
 
+def test_pieces_of_a_response_are_sent_at_once(live):
+    """Else the kernel keeps a body until the client acknowledges the head, for some 40 ms."""
+    with httpx2.Client(base_url=live.url) as client:
+        client.get("/version")
+        connections = [protocol.transport for protocol in live.server.server_state.connections]
+        assert connections
+        for transport in connections:
+            accepted = transport.get_extra_info("socket")
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example:80", "192.168.1.4", "[fe80::1]"])
 def test_a_foreign_host_is_refused_on_a_loopback_address(live, host):
     error = refused(httpx2.get(f"{live.url}/v1/models", headers={"Host": host}), 403)
