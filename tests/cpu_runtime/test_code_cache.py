@@ -14,20 +14,13 @@ SCRIPT = """
 import sys
 import jax.numpy as jnp, numpy as np
 from entropic_jax.pallas.entropy_moments.cpu import entropy_moments
-from entropic_jax.pallas.paged_attention import SelectionRules, cpu, cpu_select_pages, cpu_write
-from entropic_jax.pallas.paged_attention.reference import PageSummary
+from entropic_jax.pallas.paged_attention import cpu
 rng = np.random.default_rng(0)
 draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
 q, keys, values = draw(1, 1, 1, 16), draw(3, 1, 4, 16), draw(3, 1, 4, 16)
 where = jnp.arange(2, dtype=jnp.int32)[None], None, None, jnp.zeros(1, jnp.int32), jnp.array([7], jnp.int32)
 moments = entropy_moments(draw(2, 40), jnp.ones(2), jnp.ones(2, bool))
 results = [cpu.decode(q, keys, values, *where).out, *moments]
-low, high = draw(3, 1, 16), draw(3, 1, 16) + 9
-limit = jnp.array([0.5], jnp.float32)
-of_pages = PageSummary(low, high, high), jnp.ones((3, 1)), where[0], where[4], limit
-results.append(cpu_select_pages.select_pages(q, *of_pages, 4, SelectionRules()).num_pages)
-summaries, zero = (low, high, high, jnp.ones((3, 1))), where[3]
-results.append(cpu_write.write((keys, values), summaries, q[:, :, 0], q[:, :, 0], zero, zero)[0][0])
 print("numba" in sys.modules, b"".join(np.asarray(x).tobytes() for x in results).hex())
 """
 

@@ -132,7 +132,9 @@ def test_prefill_in_several_calls(monkeypatch):
 
 
 def test_prefill_of_several_quantised_pages_in_a_step_of_the_softmax(monkeypatch):
+    """Two pages a step, and two steps a chunk."""
     monkeypatch.setattr(prefill_tpu, "BLOCK", 256)
+    monkeypatch.setattr(prefill_tpu, "CHUNK_BYTES", 1 << 17)
     check_prefill(cases.Case(1, 1, 2, 128, 128, 4, kept=0.9, dtype="bfloat16", pages="int8"), "eager")
 
 

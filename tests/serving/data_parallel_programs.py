@@ -77,7 +77,7 @@ def embed(client: httpx2.Client) -> list[float]:
 def over_http(directory: str) -> dict[str, Any]:
     """What a server with two engines answers, before and after one of them fails."""
     progress: list[tuple[int, int]] = []
-    options = EngineOptions(**SIZES, data_parallel_size=2, preset="meso")
+    options = EngineOptions(**SIZES, data_parallel_size=2, preset="off")
     engine = start(directory, options, progress=lambda done, total: progress.append((done, total)))
     assert isinstance(engine, DataParallelEngine)
     model = served_model.describe(engine.model, directory, ("tiny",), engine.context)

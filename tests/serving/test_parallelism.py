@@ -13,6 +13,7 @@ import pytest
 from entropic_jax import LLM
 from entropic_jax.serving.cli import main
 from tests.compilation import virtual_devices
+from tests.marks import exhaustive
 from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,7 +90,7 @@ import dataclasses, json, sys
 from entropic_jax import LLM, SamplingParams, models
 from entropic_jax.mesh import make_mesh
 
-directory, folder = sys.argv[1:]
+directory, folder, preset = sys.argv[1:]
 model = models.load(directory)
 heads = dict(num_attention_heads=8, head_dim=16, num_key_value_heads=2)
 config = dataclasses.replace(model.config, vocab_size=264, **heads)
@@ -97,8 +98,9 @@ models.save(dataclasses.replace(models.initialise(config, 1), tokenizer=model.to
 report = {}
 # Pages for less than both sequences: one is preempted, and has its pages on other devices afterwards.
 options = dict(max_num_seqs=2, max_model_len=64, block_size=16, num_pages=5, seed=0)
-for size, preset in ((1, "off"), (4, "meso")):
-    with LLM(folder, preset=preset, tensor_parallel_size=size, **options) as llm:
+drafts = {"num_speculative_tokens": 3} if preset == "meso" else {}
+for size, how in ((1, {"preset": "off"}), (4, {"preset": preset, **drafts})):
+    with LLM(folder, tensor_parallel_size=size, **how, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n"]
         outputs = llm.generate(prompts, SamplingParams(max_tokens=32, temperature=0.7, ignore_eos=True))
         keys = llm._engine.scheduler.device_state.state.cache.layers[0].keys
@@ -117,9 +119,10 @@ print(json.dumps(report))
 
 
 @pytest.mark.slow
-def test_two_kv_heads_on_four_devices_give_the_same_tokens(directory, tmp_path):
+@pytest.mark.parametrize("preset", ["off", *exhaustive("meso")])
+def test_two_kv_heads_on_four_devices_give_the_same_tokens(directory, tmp_path, preset):
     done = subprocess.run(
-        [sys.executable, "-c", FEWER_KV_HEADS, directory, str(tmp_path)],
+        [sys.executable, "-c", FEWER_KV_HEADS, directory, str(tmp_path), preset],
         cwd=ROOT,
         capture_output=True,
         text=True,
