@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from entropic_jax.models.lora import Adapters, capacity, install, zero_factors
+from entropic_jax.models.config import Config
+from entropic_jax.models.lora import Adapters, Factors, capacity, install, zero_factors
 from entropic_jax.models.lora_files import read_adapter
 
 from ..executable_cache import load_or_compile
@@ -36,6 +37,23 @@ class LoadedAdapter(NamedTuple):
 
 
 NO_ADAPTER = LoadedAdapter("", "", 0, 0)
+
+
+def factors_of(path: str, config: Config, largest_rank: int) -> dict[str, Factors]:
+    """The factors of an adapter on disk.
+
+    Args:
+        path: a directory in PEFT's format.
+        config: the model's configuration.
+        largest_rank: the rank of the slots.
+
+    Raises:
+        RequestError: The directory cannot be used with the model.
+    """
+    try:
+        return read_adapter(Path(path), config, largest_rank)
+    except (ValueError, OSError) as error:
+        raise RequestError(f"{PATH} must be an adapter that can be served: {error}", PATH) from error
 
 
 class AdapterSlots:
@@ -105,10 +123,7 @@ class AdapterSlots:
         """
         adapter = self._reserve(name, path)
         try:
-            try:
-                factors = read_adapter(Path(path), self._config, self.largest_rank)
-            except (ValueError, OSError) as error:
-                raise RequestError(f"{PATH} must be an adapter that can be served: {error}", PATH) from error
+            factors = factors_of(path, self._config, self.largest_rank)
 
             def put() -> None:
                 self._adapters = self._install(self._adapters, np.int32(adapter.number - 1), factors)

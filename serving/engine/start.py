@@ -17,6 +17,7 @@ from entropic_jax.models.sharding import kv_head_sharers, model_devices, why_cop
 from ..options import control_options, draft_model, parallelism
 from ..options.control_options import Control, calibration_of
 from ..options.model import computing_dtype
+from .adapters import factors_of
 from .broadcast import Broadcaster
 from .data_parallel import DataParallelEngine, Progress
 from .engine import LLMEngine, no_progress
@@ -120,6 +121,8 @@ def _prepare(
         check_identity(group, path, options)
         read_config(path, mesh, page_shards)  # says what is wrong while JAX still connects the processes
         group.settle(mesh)
+    for adapter in options.lora_modules:  # says what is wrong before weights are read
+        factors_of(adapter.path, read_config(path), options.max_lora_rank)
     dtype = computing_dtype(options.dtype, path)
     with use_device(device):
         if options.enable_lora and scans_layers():

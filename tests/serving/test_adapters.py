@@ -12,6 +12,8 @@ from entropic_jax import LLM, LoRARequest, SamplingParams, models
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.commands import serve_setup
+from entropic_jax.serving.engine.options import EngineOptions
+from entropic_jax.serving.engine.start import start
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.options import lora
 from entropic_jax.serving.request import RequestError
@@ -165,6 +167,15 @@ def embedded_adapters(tmp_path_factory) -> Path:
     for seed, name in enumerate("ab"):
         write_adapter(root / name, model, seed, rank=2, size=0.15)
     return root
+
+
+def test_adapters_are_checked_before_weights_are_read(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
+    options = EngineOptions(enable_lora=True, lora_modules=(lora.LoRAModule("a", str(tmp_path / "none")),))
+    with pytest.raises(
+        RequestError, match="lora_path must be an adapter that can be served: adapter must be"
+    ):
+        start(directory, options)
 
 
 @pytest.mark.slow
