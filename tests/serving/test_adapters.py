@@ -172,9 +172,7 @@ def embedded_adapters(tmp_path_factory) -> Path:
 def test_adapters_are_checked_before_weights_are_read(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(models, "load", lambda *_, **__: pytest.fail("the model was loaded"))
     options = EngineOptions(enable_lora=True, lora_modules=(lora.LoRAModule("a", str(tmp_path / "none")),))
-    with pytest.raises(
-        RequestError, match="lora_path must be an adapter that can be served: .* must be"
-    ):
+    with pytest.raises(RequestError, match=r"lora_path must be an adapter that can be served: .* must be"):
         start(directory, options)
 
 
