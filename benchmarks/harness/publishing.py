@@ -31,6 +31,7 @@ PAGE_OF = {  # the page that holds the tables of a benchmark
     "serving": "serving.md",
     "serving.draft_latency": "speculation.md",
     "serving.interference": "serving.md",
+    "slices": "slices.md",
     "soak": "soak.md",
     "speculation": "speculation.md",
     "speculation.lengths": "speculation.md",

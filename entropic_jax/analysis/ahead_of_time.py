@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation of a decode step for TPUs that this machine does not have.
+"""Ahead-of-time compilation of the programs of a server for TPUs that this machine does not have.
 
 libtpu compiles for a topology by name, and no weights exist: arguments are shapes. What the compiler reports
 is what a chip of that slice would hold and exchange.
@@ -7,6 +7,7 @@ is what a chip of that slice would hold and exchange.
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +24,8 @@ from entropic_jax.models import sharding as model_sharding
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.layer_stack import copied_experts, scans_layers
 from entropic_jax.models.quantisation import stored_dtype
+from entropic_jax.phases.prefill import PrefillChunk, prefill
+from entropic_jax.speculation import Speculator, make_speculator
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -35,6 +38,11 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_MIN_LOG_LEVEL": "3",
 }
+
+
+DECODE, VERIFY, PREFILL = PROGRAMS = "decode", "verify", "prefill"
+DRAFTED = 3  # tokens of a row that a program verifies
+PROMPTS, CHUNK = 4, 512  # prompts of a prefill program, and tokens of each
 
 
 class Batch(NamedTuple):
@@ -86,6 +94,7 @@ def state_shapes(
     preset: Preset,
     stacked: bool | None = None,
     page_shards: int = 1,
+    speculator: Speculator | None = None,
 ) -> Any:
     """The `State` of a batch, as shapes.
 
@@ -96,6 +105,7 @@ def state_shapes(
         preset: the preset of control.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide the pages of a KV head.
+        speculator: makes the drafts that steps verify; None for steps of one token.
     """
     decoder = decoder_of(config, stacked=stacked, page_shards=page_shards)
 
@@ -118,6 +128,7 @@ def state_shapes(
             max_tokens=0,
             sample=parameters(batch.rows),
             page_policy=preset.page_policy,
+            speculator=speculator,
         )
 
     return jax.eval_shape(start)
@@ -132,8 +143,9 @@ def lower_step(
     experts: int = 1,
     stacked: bool | None = None,
     page_shards: int | None = None,
+    program: str = DECODE,
 ) -> jax.stages.Lowered:
-    """Trace and lower one decode step, divided over all of the devices; `compiled` compiles it.
+    """Trace and lower one program, divided over all of the devices; `compiled` compiles it.
 
     Args:
         config: the model's configuration.
@@ -144,6 +156,8 @@ def lower_step(
         experts: groups of devices over which experts are divided.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide a KV head, of those that have the same one; None for all that can.
+        program: one of `PROGRAMS`: a step of one token, one that verifies `DRAFTED` tokens of each row, or
+            the prefill of `CHUNK` tokens of `PROMPTS` prompts.
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
@@ -161,17 +175,22 @@ def lower_step(
         return placed(x, place, stored_dtype(path, x, jnp.dtype(dtypes[0])))
 
     params = jax.tree_util.tree_map_with_path(stored, shapes, places)
-    state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards)
+    speculator = make_speculator("suffix", batch.rows, DRAFTED) if program == VERIFY else None
+    state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards, speculator)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
 
     def step(params: Any, state: Any) -> Any:
+        if speculator is not None:
+            return loop.speculative_step(decoder, params, preset.controller, speculator, state)
         return loop.step(decoder, params, preset.controller, state, width=preset.width)
 
-    def launch(params: Any, state: Any) -> Any:
-        return sharding.launch(decoder, step, params, state)
-
+    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    chunk = integers(PROMPTS), integers(PROMPTS, CHUNK + 1), integers(PROMPTS), integers(PROMPTS)
+    function = partial(prefill, decoder) if program == PREFILL else step
+    others = (PrefillChunk(*chunk),) if program == PREFILL else ()
     with without_cache(), jax.default_device(devices[0]):
-        return jax.jit(launch, donate_argnums=1).lower(params, state)
+        launch = partial(sharding.launch, decoder, function)
+        return jax.jit(launch, donate_argnums=1).lower(params, state, *others)
 
 
 def compiled(step: jax.stages.Lowered) -> jax.stages.Compiled:

@@ -36,6 +36,7 @@ def test_all_are_there():
         "serving.draft_latency",
         "serving.interference",
         "serving_overhead",
+        "slices",
         "soak",
         "speculation",
         "speculation.lengths",

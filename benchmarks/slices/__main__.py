@@ -1,0 +1,42 @@
+"""Benchmark of slices: which models fit on which TPU slices, and what their programs hold and exchange.
+
+    pip install libtpu
+    python -m benchmarks.slices [--models 'Llama 3.1 8B'] [--slices v5e:2x4] [--limit 1800] [--document]
+
+Nothing runs on a TPU and no weights exist: libtpu compiles shapes for a topology by its name, whole models,
+two programs at a time, each in a process of its own. Programs that are not begun within --limit are left out.
+"""
+
+import argparse
+import os
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from rich.console import Console
+
+from ..harness.provenance import describe_run
+from ..harness.publishing import benchmark_parser, measure_and_publish
+from . import measure, report
+from .workload import MODELS, PROGRAMS, QUICK, SLICES
+
+
+def main() -> None:
+    """Measure or read results, print them, store them."""
+    parser = benchmark_parser(__doc__, "slices")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=tuple(MODELS), help="(default: all)")
+    parser.add_argument("--slices", nargs="+", choices=SLICES, default=SLICES, help="(default: all)")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds in which programs are begun")
+    options = parser.parse_args()
+    measure_and_publish("slices", report, run, options)
+
+
+def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Every model on every slice."""
+    description = describe_run(console)
+    cases = QUICK if options.quick else (tuple(options.models), tuple(options.slices), PROGRAMS)
+    return {**description, **measure.measure(*cases, options.limit, console)}
+
+
+if __name__ == "__main__":
+    main()
