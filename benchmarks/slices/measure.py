@@ -142,10 +142,23 @@ def measure(
             console.print(case["model"], case["slice"], program, control, result.get("error", "compiled"))
 
     fitting = [case | {"programs": {}} for case in cases if case["fits"]]
+    reasons = {name: why_not_compiled(name) for name in slices}
+    tasks = [(case, *program) for program in programs for case in fitting if not reasons[case["slice"]]]
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, [(case, *program) for program in programs for case in fitting]))
+        list(pool.map(compile_one, tasks))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
-    return {"cases": [*fitting, *(case for case in cases if not case["fits"])], "versions": versions}
+    not_compiled = {name: reason for name, reason in reasons.items() if reason}
+    every = [*fitting, *(case for case in cases if not case["fits"])]
+    return {"cases": every, "versions": versions, "not_compiled": not_compiled}
+
+
+def why_not_compiled(name: str) -> str:
+    """Why no program can be compiled for a slice; empty where one can."""
+    try:
+        ahead_of_time.devices_of(name)
+    except RuntimeError as error:
+        return str(error)
+    return ""
 
 
 def stated(case: dict[str, Any]) -> dict[str, Any]:

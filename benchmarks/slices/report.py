@@ -107,6 +107,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Weights are those of a chip; of a mixture, the time counts the experts that rows choose.",
         f"A verification is of {DRAFTED} drafted tokens a row, a prefill of {PROMPTS} × {CHUNK} tokens.",
         "Experts are divided over as many groups of chips as divide them.",
+        *(f"Not compiled, so by shapes alone: {reason}." for reason in results["not_compiled"].values()),
     ]
 
 

@@ -59,10 +59,16 @@ def devices_of(topology: str) -> list[jax.Device]:
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
     except Exception as error:  # the plugin raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
+    if any(device.core_on_chip for device in devices):
+        raise RuntimeError(
+            f"libtpu must have one device for each chip of {topology}: it has one for each core, {len(devices)}, "
+            "where the programs of a server use the cores of a chip as one"
+        )
+    return devices
 
 
 def decoder_of(
