@@ -311,6 +311,11 @@ def check_sizes(config: Config, size: int, experts: int = 1) -> None:
         raise ModelError(
             f"expert_parallel_size must be 1 for {config.architecture}, which has no experts; got {experts}"
         )
+    for mlp in routed:
+        if mlp.experts % experts:
+            raise ModelError(
+                f"expert_parallel_size must divide num_local_experts, {mlp.experts}; got {experts}"
+            )
     if size > 1 and experts > 1:
         names = BOTH_SIZES
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -324,7 +329,6 @@ def check_sizes(config: Config, size: int, experts: int = 1) -> None:
         width = "intermediate_size_mlp" if config.intermediate_size_mlp else "intermediate_size"
         divided[width] = (names, getattr(config, width), shards)
     for mlp in routed:
-        divided["num_local_experts"] = ("expert_parallel_size", mlp.experts, experts)
         inner = "moe_intermediate_size" if mlp.inner == config.moe_intermediate_size else "intermediate_size"
         divided.setdefault(inner, ("tensor_parallel_size", mlp.inner, size))
         if mlp.shared is not None:

@@ -21,7 +21,7 @@ from entropic_jax.models import ModelError
 from entropic_jax.models.sharding import check_sizes
 
 from ..harness.paths import ROOT
-from .workload import CONTEXT, MODELS, PAGE, ROWS, expert_groups
+from .workload import CONTEXT, MODELS, PAGE, ROWS, expert_groups, program_of
 
 DTYPES = [Dtypes("bfloat16", "bfloat16", quantization) for quantization in (None, "int8", "int4")]
 BATCH = ahead_of_time.Batch(ROWS, CONTEXT, PAGE, ROWS * CONTEXT // PAGE)
@@ -77,14 +77,14 @@ def compile_program(case: dict[str, Any], program: str, control: str) -> dict[st
 
     Args:
         case: from `plan_case`.
-        program: one of `ahead_of_time.PROGRAMS`.
+        program: the name of a program, as `program_of` takes it.
         control: the name of the preset.
     """
     config, begin = MODELS[case["model"]], time.perf_counter()
     devices = ahead_of_time.devices_of(case["slice"])
     setting = preset(control, ROWS, platform="tpu")
     lowered = ahead_of_time.lower_step(
-        config, devices, BATCH, tuple(case["dtypes"]), setting, case["experts"], program=program
+        config, devices, BATCH, tuple(case["dtypes"]), setting, case["experts"], program=program_of(program)
     )
     compiled = ahead_of_time.compiled(lowered)
     exchanged = collectives(compiled.as_text() or "")
@@ -104,7 +104,7 @@ def in_a_process(case: dict[str, Any], program: str, control: str) -> dict[str, 
 
     Args:
         case: from `plan_case`.
-        program: one of `ahead_of_time.PROGRAMS`.
+        program: the name of a program, as `program_of` takes it.
         control: the name of the preset.
     """
     # libtpu stops at flags that only the XLA of CPUs knows.

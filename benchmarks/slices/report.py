@@ -2,11 +2,9 @@
 
 from typing import Any
 
-from entropic_jax.analysis.ahead_of_time import CHUNK, DRAFTED, PROMPTS
-
 from ..harness.provenance import stamp
 from ..harness.tables import Table
-from .workload import CONTEXT, ROWS
+from .workload import CHUNK, CONTEXT, DRAFTED, PROMPTS, ROWS
 
 MEASURED_CODE = (
     "entropic_jax/analysis",

@@ -6,7 +6,7 @@ is what a chip of that slice would hold and exchange.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -24,8 +24,6 @@ from entropic_jax.models import sharding as model_sharding
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.models.layer_stack import copied_experts, scans_layers
 from entropic_jax.models.quantisation import stored_dtype
-from entropic_jax.phases.prefill import PrefillChunk, prefill
-from entropic_jax.speculation import Speculator, make_speculator
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
@@ -40,11 +38,6 @@ ENVIRONMENT = {
 }
 
 
-DECODE, VERIFY, PREFILL = PROGRAMS = "decode", "verify", "prefill"
-DRAFTED = 3  # tokens of a row that a program verifies
-PROMPTS, CHUNK = 4, 512  # prompts of a prefill program, and tokens of each
-
-
 class Batch(NamedTuple):
     """Sizes of the batch that a step is compiled for."""
 
@@ -52,6 +45,21 @@ class Batch(NamedTuple):
     context: int  # positions of a row, at most
     page_size: int
     pages: int  # of the pool
+
+
+class Program(NamedTuple):
+    """A program of a server."""
+
+    make: Callable[[Any, Preset], Callable[..., Any]]  # for a decoder; of parameters, state and `others`
+    others: tuple[Any, ...] = ()  # further arguments, as shapes
+    speculator: Any = None  # makes the drafts that it verifies; None for none
+
+
+def _step(decoder: Any, preset: Preset) -> Callable[..., Any]:
+    return lambda params, state: loop.step(decoder, params, preset.controller, state, width=preset.width)
+
+
+DECODE_STEP = Program(_step)
 
 
 def devices_of(topology: str) -> list[jax.Device]:
@@ -65,8 +73,7 @@ def devices_of(topology: str) -> list[jax.Device]:
         raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
     if any(device.core_on_chip for device in devices):
         raise RuntimeError(
-            f"libtpu must have one device for each chip of {topology}: it has one for each core, {len(devices)}, "
-            "where the programs of a server use the cores of a chip as one"
+            f"libtpu must have a device for each chip of {topology}; it has {len(devices)}, one for each core"
         )
     return devices
 
@@ -100,7 +107,7 @@ def state_shapes(
     preset: Preset,
     stacked: bool | None = None,
     page_shards: int = 1,
-    speculator: Speculator | None = None,
+    speculator: Any = None,
 ) -> Any:
     """The `State` of a batch, as shapes.
 
@@ -149,9 +156,9 @@ def lower_step(
     experts: int = 1,
     stacked: bool | None = None,
     page_shards: int | None = None,
-    program: str = DECODE,
+    program: Program = DECODE_STEP,
 ) -> jax.stages.Lowered:
-    """Trace and lower one program, divided over all of the devices; `compiled` compiles it.
+    """Trace and lower a program, divided over all of the devices; `compiled` compiles it.
 
     Args:
         config: the model's configuration.
@@ -162,8 +169,7 @@ def lower_step(
         experts: groups of devices over which experts are divided.
         stacked: whether the step scans over layers; None: as a server's does on TPUs.
         page_shards: devices that divide a KV head, of those that have the same one; None for all that can.
-        program: one of `PROGRAMS`: a step of one token, one that verifies `DRAFTED` tokens of each row, or
-            the prefill of `CHUNK` tokens of `PROMPTS` prompts.
+        program: the program to lower, a decode step if nothing else is stated.
     """
     mesh = make_mesh(len(devices) // experts, devices, expert_parallel_size=experts)
     model_sharding.check_mesh(config, mesh)
@@ -181,22 +187,11 @@ def lower_step(
         return placed(x, place, stored_dtype(path, x, jnp.dtype(dtypes[0])))
 
     params = jax.tree_util.tree_map_with_path(stored, shapes, places)
-    speculator = make_speculator("suffix", batch.rows, DRAFTED) if program == VERIFY else None
-    state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards, speculator)
+    state = state_shapes(config, batch, dtypes[1], preset, decoder.stacked, shards, program.speculator)
     state = jax.tree.map(placed, state, sharding.shardings(state, mesh))
-
-    def step(params: Any, state: Any) -> Any:
-        if speculator is not None:
-            return loop.speculative_step(decoder, params, preset.controller, speculator, state)
-        return loop.step(decoder, params, preset.controller, state, width=preset.width)
-
-    integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-    chunk = integers(PROMPTS), integers(PROMPTS, CHUNK + 1), integers(PROMPTS), integers(PROMPTS)
-    function = partial(prefill, decoder) if program == PREFILL else step
-    others = (PrefillChunk(*chunk),) if program == PREFILL else ()
+    launch = partial(sharding.launch, decoder, program.make(decoder, preset))
     with without_cache(), jax.default_device(devices[0]):
-        launch = partial(sharding.launch, decoder, function)
-        return jax.jit(launch, donate_argnums=1).lower(params, state, *others)
+        return jax.jit(launch, donate_argnums=1).lower(params, state, *program.others)
 
 
 def compiled(step: jax.stages.Lowered) -> jax.stages.Compiled:

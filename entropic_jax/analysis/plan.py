@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh
 from entropic_jax.mesh import AXES, EXPERT, TENSOR, numbers_by_type
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
+from entropic_jax.models.families import FAMILIES
 from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.models.sharding import (
     check_groups,
@@ -194,7 +195,11 @@ def from_shapes(
         Collective("all-gather", ((sampled * devices, size),), sampled * devices * size * 4)
         for size in numbers_by_type(decision).values()
     ]
-    sums = (total,) * (2 * config.num_hidden_layers + 1)
+    # Routed experts and those that all tokens share are summed together, each by itself.
+    both = Collective("all-reduce", total.shapes * 2, 2 * total.num_bytes)
+    block, layers = FAMILIES[config.architecture].block, range(config.num_hidden_layers)
+    shared = sum(getattr(block(config, layer).mlp, "shared", None) is not None for layer in layers)
+    sums = (total,) * (2 * len(layers) + 1 - shared) + (both,) * shared
     divided = of_divided_pages(config, devices, rows, itemsize, page_shards)
     return StepNeeds(temporary, None, (*sums, *divided, exchange, *gathered))
 

@@ -6,6 +6,7 @@ for each of them (`page_shards`). Everything else of the state is the same on ev
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -49,10 +50,22 @@ def constrain(tree: T, mesh: Mesh) -> T:
 
 def create(function: Callable[[], T], mesh: Mesh | None) -> T:
     """`function()`, a new `State` or `Cache`, allocated shard by shard: no device ever holds all of it."""
+    return creator(function, mesh)()
+
+
+def creator(function: Callable[[], T], mesh: Mesh | None) -> Callable[[], T]:
+    """`create` as a function of nothing, which is traced once."""
     if mesh is None:
-        return function()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels of one device decline
-        return jax.jit(function, out_shardings=shardings(jax.eval_shape(function), mesh))()
+        return function
+    one_of_several = partial(jax.sharding.use_abstract_mesh, mesh.abstract_mesh)  # kernels of one decline
+    with one_of_several():
+        program = jax.jit(function, out_shardings=shardings(jax.eval_shape(function), mesh))
+
+    def call() -> T:
+        with one_of_several():
+            return program()
+
+    return call
 
 
 def launch(decoder: Any, program: Callable[..., Any], params: Any, state: Any, *rest: Any) -> Any:

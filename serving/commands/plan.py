@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
+NARROWER = {None: ("int8", "int4"), "int8": ("int4",), "fp8": ("int4",)}  # quantizations, the widest first
+
 Ways = list[dict[str, str]]  # options with each of which a batch fits, by name
 
 
@@ -124,7 +126,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     ranks, experts = options.data_parallel_size, options.expert_parallel_size
     page_shards = options.decode_context_parallel_size
     check_divides("data_parallel_size", ranks, "the number of chips", slice_.devices)
-    slice_ = slice_.group(ranks)
+    slice_, all_chips = slice_.group(ranks), slice_.name
     chips = "the number of chips" if ranks == 1 else "the chips of an engine"
     check_divides("expert_parallel_size", experts, chips, slice_.devices)
     try:
@@ -159,7 +161,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     if not options.compile:
         return plan, "--no-compile", larger
     try:
-        devices = ahead_of_time.devices_of(slice_.name)
+        devices = ahead_of_time.devices_of(all_chips)[: slice_.devices]
     except RuntimeError as error:
         return plan, str(error), larger
     step = ahead_of_time.lower_step(
@@ -172,7 +174,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
 def what_would_fit(
     config: Any, dtypes: Any, state: Any, sequences: int, plan_with: "Callable[..., Plan]"
 ) -> Ways:
-    """What holds so many sequences: `--quantization int8` on this slice, and the first larger slice.
+    """What holds so many sequences: a quantization on this slice, and the first larger slice.
 
     Args:
         config: the model's configuration.
@@ -184,11 +186,12 @@ def what_would_fit(
     from entropic_jax.analysis.plan import first_that_fits
     from entropic_jax.models import ModelError
 
-    results = []
-    if dtypes.quantization is None:
+    results: Ways = []
+    for quantization in NARROWER.get(dtypes.quantization, ()):
         with contextlib.suppress(ModelError):
-            if plan_with(dtypes=dtypes._replace(quantization="int8")).sequences >= sequences:
-                results.append({"quantization": "int8"})
+            if plan_with(dtypes=dtypes._replace(quantization=quantization)).sequences >= sequences:
+                results.append({"quantization": quantization})
+                break
     if (name := first_that_fits(config, dtypes, state, sequences)) is not None:
         results.append({"topology": name})
     return results

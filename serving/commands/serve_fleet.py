@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from ..http.settings import Settings
 from ..options import processes
 from ..request import RequestError
-from . import serve_setup
+from . import model_options, serve_setup
 
 if TYPE_CHECKING:
     from ..http.frontend import Frontend
@@ -59,10 +59,36 @@ def fleet_settings(options: argparse.Namespace) -> Settings:
         raise RequestError(
             f"--max-replicas must be at least --replicas, {options.replicas or 1}; got {options.max_replicas}"
         )
-    if (options.num_processes or 1) > 1:
+    serve_setup.text_side_of(options)  # says what is wrong before anything is started, as the next two do
+    settings = serve_setup.settings_of(options)
+    serve_setup.engine_options_of(options, settings)
+    check_division(options)
+    return settings
+
+
+def check_division(options: argparse.Namespace) -> None:
+    """Raise RequestError unless the model can be divided over the devices that a replica should have."""
+    from entropic_jax.models.model import read_config
+    from entropic_jax.models.sharding import check_page_shards, check_sizes
+
+    tensor, experts = options.tensor_parallel_size, options.expert_parallel_size
+    if (number := options.num_processes or 1) > 1:
         serve_setup.check_process_options(options)
-    serve_setup.text_side_of(options)  # says what is wrong before anything is started
-    return serve_setup.settings_of(options)
+        if tensor * experts % number:
+            raise RequestError(
+                "--tensor-parallel-size must be the number of devices of all processes of a replica, "
+                f"a multiple of --num-processes, {number}; got {tensor}"
+            )
+        if options.data_parallel_size != 1:
+            raise RequestError(
+                f"--data-parallel-size must be 1 with {number} processes; got {options.data_parallel_size}"
+            )
+    try:
+        config = read_config(options.model)
+        check_sizes(config, tensor, experts)
+        check_page_shards(config, tensor * experts, options.decode_context_parallel_size)
+    except (OSError, ValueError) as error:
+        raise model_options.loading_error(options, error) from error
 
 
 def frontend_of(options: argparse.Namespace) -> "Frontend":

@@ -42,7 +42,12 @@ class Embedder:
     """Computes embeddings with a model. May be called from several threads."""
 
     def __init__(
-        self, model: models.Model, context: int, in_engine: InEngine, broadcaster: Broadcaster | None = None
+        self,
+        model: models.Model,
+        context: int,
+        in_engine: InEngine,
+        failure: Callable[[], BaseException | None] = lambda: None,
+        broadcaster: Broadcaster | None = None,
     ) -> None:
         """An embedder without a compiled program.
 
@@ -50,11 +55,12 @@ class Embedder:
             model: whose hidden states are pooled.
             context: positions of a sequence, at most.
             in_engine: calls a function in the engine's thread, for programs on a mesh.
+            failure: what has stopped the engine, if anything, whose thread may wait for a dead process.
             broadcaster: tells the other processes of a mesh what is launched.
         """
         model = draft_model.target_of(model)
         self.programs, self._in_engine, self._broadcaster = EmbeddingPrograms(model), in_engine, broadcaster
-        self._on_mesh = model.mesh is not None
+        self._failure, self._on_mesh = failure, model.mesh is not None
         self.limits = EmbeddingLimits(min(context, LONGEST), model.decoder.shape.hidden)
         self._launching = threading.Lock()  # one launch at a time shares the device with the engine
         self._batch = threading.Lock()  # of several processes, each of which holds one cache
@@ -139,7 +145,8 @@ class Embedder:
             try:
                 return done.result(POLL)
             except NotDone:
-                continue
+                if self._failure() is not None:
+                    raise EngineStoppedError from None
             except CancelledError:
                 raise EngineStoppedError from None
         return None

@@ -91,21 +91,25 @@ class EmbeddingPrograms:
         self.model = model
         self._lock = threading.Lock()
         self._compiled: dict[Shape, Callable[..., Any]] = {}
+        self._creators: dict[Shape, Callable[[], Cache]] = {}
 
     def __len__(self) -> int:
         return len(self._compiled)
 
     def new_cache(self, shape: Shape) -> Cache:
         """An empty cache that has given every row its pages."""
+        with self._lock:
+            if shape not in self._creators:
+                self._creators[shape] = sharding.creator(partial(self._cache_of, shape), self.model.mesh)
+            create = self._creators[shape]
+        return create()
+
+    def _cache_of(self, shape: Shape) -> Cache:
         dtype = pages_of("auto", self.model.params)
-
-        def create() -> Cache:
-            empty = cache.allocate(self.model.decoder.shape, shape.rows, shape.capacity, dtype=dtype)
-            rows, per_row = empty.table.shape
-            table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
-            return empty._replace(table=table, granted=jnp.full(rows, per_row, jnp.int32))
-
-        return sharding.create(create, self.model.mesh)
+        empty = cache.allocate(self.model.decoder.shape, shape.rows, shape.capacity, dtype=dtype)
+        rows, per_row = empty.table.shape
+        table = jnp.arange(rows * per_row, dtype=jnp.int32).reshape(rows, per_row)
+        return empty._replace(table=table, granted=jnp.full(rows, per_row, jnp.int32))
 
     def compiled(self, shape: Shape, kv_cache: Cache) -> Callable[..., Any]:
         """The program of a shape: of a cache and a chunk, with the results of `encode_chunk`.

@@ -28,7 +28,7 @@ from .adapters import AdapterSlots
 from .assembly import assemble
 from .broadcast import Broadcaster
 from .embedding import Embedder
-from .engine_call import EngineCall, EngineStoppedError, pass_failure
+from .engine_call import EngineCall, EngineStoppedError, drained, pass_failure
 from .interface import (
     EmbeddingLimits,
     Embeddings,
@@ -106,7 +106,7 @@ class LLMEngine:
         self._factory = SequenceFactory(
             model, self.options, self.sizes, self.row_controllers, self.adapters, self._inbox.put
         )
-        self._embedder = Embedder(model, self.context, self._in_engine, broadcaster)
+        self._embedder = Embedder(model, self.context, self._in_engine, self.failure, broadcaster)
         self._queued = 0  # requests accepted that have not had a row
         self.load = 0  # requests accepted that have not ended
         self._work_done = 0.0  # decode steps, of the sequences that have been forgotten
@@ -295,7 +295,8 @@ class LLMEngine:
     def _abandon(self, error: str) -> None:
         """End the streams of all requests with an error, from any thread: the process is about to end."""
         self._failure = RuntimeError(error)
-        for stream, sequence in (live := dict(self._live)).items():
+        live = dict(self._live) | {item.output_stream: item for item in drained(self._inbox)}
+        for stream, sequence in live.items():
             if not sequence.ended:
                 stream.put(sequence.delta(sequence.transcript.finish("error", error)))
         wake(live)
@@ -378,15 +379,7 @@ class LLMEngine:
         with self._lock:
             self._open = False
         self.scheduler.batch.deliver()
-        while True:
-            try:
-                item = self._inbox.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(item, Sequence):
-                self._live[item.output_stream] = item
-            elif isinstance(item, EngineCall):
-                item.future.cancel()
+        self._live.update((item.output_stream, item) for item in drained(self._inbox))
         for sequence in list(self._live.values()):
             if not sequence.ended:
                 tokens = sequence.transcript.finish(reason, error)

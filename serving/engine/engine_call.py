@@ -1,8 +1,11 @@
-"""Call of a function in the engine's thread, and its result."""
+"""Call of a function in the engine's thread, its result, and what is left in the inbox at the end."""
 
-from collections.abc import Callable
+import queue
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .sequence import Sequence
 
 T = TypeVar("T")
 
@@ -36,3 +39,16 @@ def pass_failure(begun: Future[None], done: Future[None]) -> None:
         done.cancel()
     elif (error := begun.exception()) is not None:
         done.set_exception(error)
+
+
+def drained(inbox: "queue.SimpleQueue[Any]") -> Iterator[Sequence]:
+    """The sequences in an engine's inbox, which is emptied; calls in it are cancelled."""
+    while True:
+        try:
+            item = inbox.get_nowait()
+        except queue.Empty:
+            return
+        if isinstance(item, Sequence):
+            yield item
+        elif isinstance(item, EngineCall):
+            item.future.cancel()

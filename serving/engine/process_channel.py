@@ -12,7 +12,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,7 +65,10 @@ class Connection:
             return None
         header_size, body_size = SIZES.unpack(sizes)
         if header_size > LONGEST_HEADER or body_size > LONGEST_BODY:
-            raise ValueError(f"a message must have at most {LONGEST_BODY} bytes; got {body_size}")
+            raise ValueError(
+                f"a message must have at most {LONGEST_HEADER} bytes of header and {LONGEST_BODY} of arrays; "
+                f"got {header_size} and {body_size}"
+            )
         header, body = _received(self._stream, header_size), _received(self._stream, body_size)
         if header is None or body is None:
             return None
@@ -110,18 +113,38 @@ def accept(listener: socket.socket, token: bytes, num_processes: int, seconds: f
         TimeoutError: Not all have connected in time.
     """
     accepted: dict[int, Connection] = {}
-    deadline = time.monotonic() + seconds
-    with listener:
-        while len(accepted) < num_processes - 1:
-            listener.settimeout(max(0.01, deadline - time.monotonic()))
-            stream, _ = listener.accept()
-            stream.settimeout(HANDSHAKE_SECONDS)
-            process_id = _identified(stream, token)
+    changed = threading.Condition()
+
+    def identify(stream: socket.socket) -> None:
+        """In a thread: a stranger that is silent keeps nobody else out."""
+        stream.settimeout(HANDSHAKE_SECONDS)
+        process_id = _identified(stream, token)
+        with changed:
             if process_id is None or not 0 < process_id < num_processes or process_id in accepted:
                 stream.close()
-                continue
+                return
             accepted[process_id] = Connection(stream, process_id)
+            changed.notify_all()
+
+    deadline = time.monotonic() + seconds
+    with listener, changed:
+        threading.Thread(target=_accept_all, args=(listener, identify), daemon=True).start()
+        complete = changed.wait_for(lambda: len(accepted) == num_processes - 1, deadline - time.monotonic())
+        with contextlib.suppress(OSError):  # where no thread waits in `accept`
+            listener.shutdown(socket.SHUT_RDWR)
+    if not complete:
+        raise TimeoutError(f"{len(accepted)} of {num_processes - 1} processes have connected")
     return [accepted[number] for number in sorted(accepted)]
+
+
+def _accept_all(listener: socket.socket, identify: Callable[[socket.socket], None]) -> None:
+    """Accept connections until the listener is closed, and identify each in a thread of its own."""
+    while True:
+        try:
+            stream, _ = listener.accept()
+        except OSError:  # it has been closed
+            return
+        threading.Thread(target=identify, args=(stream,), daemon=True).start()
 
 
 def _identified(stream: socket.socket, token: bytes) -> int | None:

@@ -36,6 +36,7 @@ SILENT_BEATS = 30  # without one, after which a process counts as dead; a busy m
 LAUNCH_SECONDS = 300  # that a launch may take before it counts as stuck in a collective
 GRACE = 2.0  # seconds in which the death of a process explains why a program has failed
 RETRY = 0.3  # seconds between attempts to reach process 0
+NAME_SECONDS = 10.0  # in which the name of its host must be known
 ATTEMPT = 5.0  # seconds of an attempt to reach process 0
 FAREWELL = 1.0  # seconds in which clients are told that another process has died
 MARGIN = 60  # seconds: JAX's timeouts, which abort the process, come after those of this module
@@ -59,6 +60,14 @@ def start_processes(options: ProcessOptions) -> "ProcessGroup | None":
     timer.daemon = True
     timer.start()
     try:
+        return _connected(options, seconds)
+    finally:
+        timer.cancel()
+
+
+def _connected(options: ProcessOptions, seconds: int) -> "ProcessGroup | None":
+    """The processes, connected with each other within so many seconds. Raises ParameterError."""
+    try:
         jax.distributed.initialize(
             options.coordinator_address,
             options.num_processes,
@@ -74,11 +83,12 @@ def start_processes(options: ProcessOptions) -> "ProcessGroup | None":
         ) from None
     state = distributed.global_state
     if state.num_processes == 1:
-        timer.cancel()
         return None
     host = str(state.coordinator_address).rpartition(":")[0].strip("[]")
-    connections = _connections(state.client, host, state.process_id, state.num_processes, seconds)
-    timer.cancel()
+    try:
+        connections = _connections(state.client, host, state.process_id, state.num_processes, seconds)
+    except OSError as error:
+        raise ParameterError(f"{_late(options)} ({error})", "num_processes") from None
     return ProcessGroup(state.process_id, state.num_processes, connections)
 
 
@@ -102,7 +112,7 @@ def _check_port(address: tuple[str, int], seconds: float) -> None:
 
 def _wait_for_host(address: tuple[str, int], seconds: float) -> None:
     """Wait until process 0 listens. Raises ParameterError where its host is unknown or cannot be reached."""
-    _resolve(address)
+    _resolve(address, min(seconds, NAME_SECONDS))
     deadline, said = time.monotonic() + seconds, False
     while True:
         try:
@@ -120,11 +130,25 @@ def _wait_for_host(address: tuple[str, int], seconds: float) -> None:
             raise _unusable(address, error.strerror or str(error)) from None
 
 
-def _resolve(address: tuple[str, int]) -> None:
-    try:
-        socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise _unusable(address, error.strerror or str(error)) from None
+def _resolve(address: tuple[str, int], seconds: float = 0.0) -> None:
+    """Raise ParameterError unless the host has an address; Kubernetes names one that begins a little later.
+
+    Args:
+        address: host and port.
+        seconds: to wait for the name.
+    """
+    deadline, said = time.monotonic() + seconds, False
+    while True:
+        try:
+            socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+            return
+        except OSError as error:
+            if time.monotonic() >= deadline:
+                raise _unusable(address, error.strerror or str(error)) from None
+            if not said:
+                log.warning("the host %s has no address yet; waiting %g s at most", address[0], seconds)
+            said = True
+            time.sleep(RETRY)
 
 
 def _unusable(address: tuple[str, int], reason: str) -> ParameterError:
@@ -281,7 +305,7 @@ class ProcessGroup:
         while True:
             try:
                 message = connection.receive()
-            except (OSError, ValueError) as error:
+            except Exception as error:  # whatever is no message ends the channel
                 log.debug("channel to process %d: %s", connection.process_id, error)
                 message = None
             if message is None:

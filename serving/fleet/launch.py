@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from ..http.frontend import Frontend
 from ..http.process import KEEP_ALIVE, SIGNALS, address_of, bind
@@ -20,6 +21,8 @@ from .deployment import application
 logger = logging.getLogger("entropic_jax.serving.fleet")
 NAME = "entropic"
 FAILED = 1  # exit status
+LOOK = 10.0  # seconds between looks at what the replicas wait for
+LONGEST = 1000  # characters of a reason
 
 # Ray Serve kills a proxy that is not ready within this time, and fails. Its own default, 5 seconds, is
 # short for processes that start together on a small machine.
@@ -63,7 +66,11 @@ def run(
     try:
         serve.start(http_options=http_options(settings))
         try:
-            serve.run(application(options, settings, make_frontend, follow), name=NAME)
+            threading.Thread(target=_say_what_is_missing, args=(started,), daemon=True).start()
+            try:
+                serve.run(application(options, settings, make_frontend, follow), name=NAME)
+            except RuntimeError as error:
+                raise RuntimeError(f"{error} {_missing()}") from None
             started.set()
             logger.info("listening", extra={"address": address, "replicas": options.replicas})
             stop.wait()
@@ -91,3 +98,23 @@ def http_options(settings: Settings) -> dict[str, Any]:
         "ssl_certfile": settings.ssl_certfile,
         "ssl_keyfile": settings.ssl_keyfile,
     }
+
+
+def _say_what_is_missing(started: threading.Event) -> None:
+    """Log why the fleet does not run yet, once for each reason, until it does."""
+    said = ""
+    while not started.wait(LOOK):
+        if (reason := _missing()) and reason != said:
+            said = reason
+            logger.warning("replicas are not ready yet", extra={"reason": reason})
+
+
+def _missing() -> str:
+    """What Ray Serve says about deployments that are not ready; empty while it says nothing."""
+    try:
+        deployments = serve.status().applications[NAME].deployments.values()
+    except (RayError, RayServeException, KeyError):
+        return ""
+    # Of a failure, a line on what it may be due to, and a traceback, whose last line is the error.
+    lines = [deployment.message.strip().splitlines() for deployment in deployments if deployment.message]
+    return " ".join(line for said in lines for line in dict.fromkeys((said[0], said[-1])))[:LONGEST]

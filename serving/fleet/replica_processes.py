@@ -39,8 +39,8 @@ def bundle(resources: Mapping[str, Any]) -> dict[str, float]:
     Args:
         resources: the value of `--replica-resources`.
 
-    >>> bundle({"num_gpus": 1, "resources": {"TPU": 4}})
-    {'CPU': 1, 'GPU': 1, 'TPU': 4}
+    >>> bundle({"num_gpus": 1, "resources": {"TPU": 4}, "accelerator_type": "H100"})
+    {'CPU': 1, 'GPU': 1, 'TPU': 4, 'accelerator_type:H100': 0.001}
     """
     counts: dict[str, float] = {"CPU": resources.get("num_cpus", 1), "GPU": resources.get("num_gpus", 0)}
     counts |= {"memory": resources.get("memory", 0), **resources.get("resources", {})}

@@ -183,7 +183,8 @@ def test_refusals_need_no_replica():
 @pytest.mark.parametrize("failure", [None, RuntimeError("process 1 of 2 has ended")])
 def test_a_replica_whose_engine_has_failed_passes_nothing_on(monkeypatch, failure):
     """Its requests then go elsewhere, where an answer of the dying engine would be final."""
-    monkeypatch.setattr(replicas, "NOTICED", 0.01)
+    pauses, sleep = [], asyncio.sleep
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: pauses.append(seconds) or sleep(0))
     sent = [start(JSON), *body(b"{}")]
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -206,3 +207,4 @@ def test_a_replica_whose_engine_has_failed_passes_nothing_on(monkeypatch, failur
     else:
         with pytest.raises(ReplicaLostError, match="the engine has failed: process 1 of 2 has ended"):
             asyncio.run(respond())
+        assert pauses == [replicas.NOTICED]  # Ray has the time to send requests elsewhere

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +13,11 @@ import pytest
 from entropic_jax import LLM
 from entropic_jax.serving.cli import main
 from entropic_jax.serving.engine import process_group
+from entropic_jax.serving.engine.follower import check_identity, identity_of
+from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.process_channel import Connection, Message, accept, connect, listen
 from entropic_jax.serving.engine.process_group import ProcessGroup
+from entropic_jax.serving.options.model import EMBEDDED
 
 ADDRESS = ("--coordinator-address", "127.0.0.1:1")
 
@@ -63,7 +67,8 @@ def test_options_that_are_refused(options, message, capsys):
     error = capsys.readouterr().err
     *log, line = error.splitlines()
     assert end.value.code == 2 and message in line, error
-    assert all("process 0 does not answer at" in entry for entry in log), error
+    waits = ("process 0 does not answer at", "has no address yet")
+    assert all(any(wait in entry for wait in waits) for entry in log), error
     assert time.monotonic() - begin < 30
 
 
@@ -118,6 +123,47 @@ def test_only_the_expected_processes_are_accepted():
     assert first.receive().kind == "for 1" and second.receive().kind == "for 2"
 
 
+def test_a_stranger_that_is_silent_keeps_nobody_out():
+    listener, token = listen("127.0.0.1"), os.urandom(32)
+    address, accepted = listener.getsockname()[:2], []
+    thread = threading.Thread(target=lambda: accepted.extend(accept(listener, token, 2, 60)))
+    thread.start()
+    strangers = [socket.create_connection(address) for _ in range(3)]
+    connect(address, token, 1)  # within its own time for the handshake
+    thread.join(30)
+    assert [connection.process_id for connection in accepted] == [1]
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_processes_that_do_not_come_are_counted():
+    with pytest.raises(TimeoutError, match="0 of 2 processes have connected"):
+        accept(listen("127.0.0.1"), os.urandom(32), 3, 0.1)
+
+
+IDENTITY = identity_of(Path(EMBEDDED), EngineOptions())
+
+
+@pytest.mark.parametrize("name", [None, *IDENTITY])
+def test_processes_that_were_started_differently_end(name):
+    class Group:
+        leads, num_processes, left = True, 2, None
+
+        def receive(self) -> tuple[int, Message]:
+            return 1, Message("identity", {**IDENTITY, **({} if name is None else {name: "other"})})
+
+        def leave(self, message: str) -> None:
+            self.left = message
+
+    group = Group()
+    check_identity(group, Path(EMBEDDED), EngineOptions())
+    if name is None:
+        assert group.left is None
+    else:
+        assert group.left.startswith(f"{name} must be the same in all processes; got ")
+        assert group.left.endswith("in process 0 and other in process 1")
+
+
 class EndedError(Exception):
     """Stands for the end of the process, in the thread that ends it."""
 
@@ -170,6 +216,14 @@ def test_silence_counts_as_death(ended, monkeypatch):
     ended.group(0, left)
     assert ended() == "process 1 of 2 gave no sign of life for 30 s; without it, this process ends"
     assert right.receive().kind == "alive"
+
+
+def test_signs_of_life_keep_processes_alive(ended, monkeypatch):
+    monkeypatch.setattr(process_group, "BEAT", 0.02)
+    monkeypatch.setattr(process_group, "SILENT_BEATS", 100)
+    for process_id, connection in enumerate(pair()):
+        ended.group(process_id, connection)
+    assert not ended.happened.wait(4)  # for twice the beats of silence
 
 
 def test_a_launch_that_does_not_end_ends_the_process(ended, monkeypatch):

@@ -20,7 +20,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from entropic_jax import models
+from entropic_jax import LLM, SamplingParams, models
 from entropic_jax.serving.engine.embedding import Embedder
 from tests.compilation import virtual_devices
 from tests.marks import exhaustive
@@ -198,6 +198,13 @@ def complete(client: httpx2.Client, prompt: str) -> str:
     return answer.json()["choices"][0]["text"]
 
 
+def texts_of_one_process(directory: str) -> list[str]:
+    """What `complete` has for `PROMPTS` from a process with one device."""
+    with LLM(directory, preset="off", max_num_seqs=1, max_model_len=128, num_pages=16) as llm:
+        params = SamplingParams(max_tokens=12, seed=3, temperature=0.7, ignore_eos=True)
+        return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
+
+
 def assert_embeddings_of_one_process(directory: str, client: httpx2.Client) -> None:
     """Texts of two shapes, while requests decode."""
     texts = [[5, 6, 7], list(range(2, 30)), list(range(2, 120))]
@@ -237,7 +244,7 @@ def test_a_server_of_several_processes(number, divisible, environment, tmp_path)
     (tmp_path / "first").mkdir()
     with several(tmp_path / "first", *options, num_processes=number) as (processes, client):
         answers = [complete(client, prompt) for prompt in PROMPTS]
-        assert answers == [complete(client, prompt) for prompt in PROMPTS]
+        assert answers == [complete(client, prompt) for prompt in PROMPTS] == texts_of_one_process(divisible)
         assert_embeddings_of_one_process(divisible, client)
         assert client.get("/metrics").status_code == 200
         for process in processes:  # as Kubernetes does, to all at once
@@ -249,7 +256,13 @@ def test_a_server_of_several_processes(number, divisible, environment, tmp_path)
         with several(folder, *options, num_processes=number) as (processes, client):
             assert [complete(client, prompt) for prompt in PROMPTS] == answers
             if victim == 1:
-                lines = killed_while_streaming(client, processes[victim])
+                with ThreadPoolExecutor(2) as threads:
+                    body = {"model": "m", "prompt": "a", "max_tokens": 100, "ignore_eos": True}
+                    many = {"model": "m", "input": [[5, 6, 7]] * 512}
+                    bodies = {"/v1/completions": body, "/v1/embeddings": many}
+                    others = [threads.submit(client.post, path, json=x) for path, x in bodies.items()]
+                    lines = killed_while_streaming(client, processes[victim])
+                    assert all(other.result().status_code in (200, 500, 503) for other in others)
                 assert f"process {victim} of {number} has ended" in lines[-2] and '"error"' in lines[-2], (
                     lines[-3:]
                 )
