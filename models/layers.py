@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from entropic_jax.mesh import PageShards, sum_over_shards
+from entropic_jax.mesh.devices import default_device
 from entropic_jax.pallas.silu_and_mul import silu_and_mul
 from entropic_jax.pallas.skinny_matmul import skinny_matmul
 from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks
@@ -164,6 +165,10 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, Any]:
         spec, (rows, length, _) = self.spec, x.shape
         query, key, value = fused_linear(x, self.q_proj, self.k_proj, self.v_proj)
+        if default_device().platform == "tpu":
+            # Else XLA lays products out as attention takes them, and to that end copies the matrices of all
+            # layers of a stack in each launch that verifies drafts.
+            query, key, value = jax.lax.optimization_barrier((query, key, value))
         if spec.norm_span == "all":
             query, key = self.head_normalised(query, key)
         if key.shape[-1] < spec.head_dim:  # of a KV head that devices divide

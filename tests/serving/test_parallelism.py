@@ -147,13 +147,14 @@ import json, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from entropic_jax import LLM, SamplingParams
 
-(directory,) = sys.argv[1:]
+directory, preset, pages = sys.argv[1:]
 answers, embeddings = [], []
 texts = [[5, 6, 7], list(range(2, 73))]
 for size in (1, 2):
     # Pages for less than the two sequences that run at once, so that one of them is preempted.
     options = dict(max_num_seqs=2, max_model_len=128, block_size=16, num_pages=7)
-    with LLM(directory, preset="full-lossy", seed=0, tensor_parallel_size=size, **options) as llm:
+    options |= dict(preset=preset, kv_cache_dtype=pages, seed=0)
+    with LLM(directory, tensor_parallel_size=size, **options) as llm:
         prompts = ["def add(a, b):\\n", "import os\\n", "class A"]
         with ThreadPoolExecutor() as threads:  # texts are embedded while tokens are generated
             embedded = threads.submit(llm._engine.embed, texts, "mean", threading.Event())
@@ -165,10 +166,13 @@ print(json.dumps([answers, embeddings]))
 
 
 @pytest.mark.slow
-def test_an_engine_on_two_devices_gives_the_answers_of_one():
+@pytest.mark.parametrize(
+    ("preset", "pages"), [("full-lossy", "auto"), *exhaustive(("full", "int8_per_token_head"))]
+)
+def test_an_engine_on_two_devices_gives_the_answers_of_one(preset, pages):
     environment = {**os.environ, "XLA_FLAGS": virtual_devices(2)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(shallow_model())],
+        [sys.executable, "-c", SCRIPT, str(shallow_model()), preset, pages],
         cwd=ROOT,
         capture_output=True,
         text=True,
