@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -111,6 +112,8 @@ def in_a_process(case: dict[str, Any], program: str, control: str) -> dict[str, 
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     command = [sys.executable, "-m", "benchmarks.slices.measure", json.dumps(case), program, control]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        return {"error": f"the compiler ends with {signal.Signals(-done.returncode).name}"}
     if done.returncode:
         return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
     return json.loads(done.stdout.splitlines()[-1])
