@@ -104,6 +104,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Times follow from the public figures of chips; a collective has a latency for each hop.",
         "Weights are those of a chip; of a mixture, the time counts the experts that rows choose.",
         f"A verification is of {DRAFTED} drafted tokens a row, a prefill of {PROMPTS} × {CHUNK} tokens.",
+        "Programs that the last table lacks were not begun within the time of the run.",
         "A verification has a branch for each of three widths, of which one runs; collectives are of all.",
         "Experts are divided over as many groups of chips as divide them.",
         *(f"Not compiled, so by shapes alone: {reason}." for reason in results["not_compiled"].values()),
