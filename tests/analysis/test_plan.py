@@ -250,7 +250,8 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, kv_heads, monkey
     of_selection = Counter() if preset_name == "off" else SELECTION
     kinds = lambda exchanged: Counter((c.operation, c.num_bytes) for c in exchanged)
     assert kinds(plan.collectives) == kinds(dense) + of_selection
-    pool = f"[{batch.pages // plan.page_shards + 1},{max(1, kv_heads // plan.devices)},{page_size},128]"
+    pages = config.num_hidden_layers * (batch.pages // plan.page_shards + 1)  # of a stack of layers
+    pool = f"[{pages},{max(1, kv_heads // plan.devices)},{page_size},128]"
     assert pool in compiled.as_text()
     copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
     assert not copies, copies
