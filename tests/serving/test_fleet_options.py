@@ -65,7 +65,8 @@ import json
 from entropic_jax.serving.cli import parsed
 from entropic_jax.serving.commands import serve_fleet
 from entropic_jax.serving.fleet.deployment import application
-arguments = ["--replicas", "2", "--max-replicas", "5", "--work-per-replica", "7", "--num-processes", "3"]
+arguments = ["--replicas", "2", "--max-replicas", "5", "--work-per-replica", "7"]
+arguments += ["--num-processes", "2", "--tensor-parallel-size", "2"]
 options = parsed(["serve", *arguments])
 bound = application(
     options, serve_fleet.fleet_settings(options), serve_fleet.frontend_of, serve_fleet.follow_process_0
@@ -94,7 +95,7 @@ def test_the_application_describes_the_options():
     )
     assert done.returncode == 0, done.stderr
     described = json.loads(done.stdout.splitlines()[-1])
-    assert described == [2, 5, "SecondsOfWork", {"target": 7.0}, "PrefixRouter", 30.0, [{"CPU": 1}] * 3]
+    assert described == [2, 5, "SecondsOfWork", {"target": 7.0}, "PrefixRouter", 30.0, [{"CPU": 1}] * 2]
 
 
 @pytest.mark.slow
