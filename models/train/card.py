@@ -206,6 +206,7 @@ def results(report: dict[str, Any]) -> str:
     most = long["context"]
     parts = [
         "## Results",
+        history.shown_stamp(report),
         "### Held-out bits per byte",
         paragraph(
             f"""{sizes["files"]} held-out files of {sizes["smallest"] // 1000} to

@@ -29,7 +29,7 @@ from .. import draft_head, draft_head_files
 from ..config import ModelError
 from ..decoder import Params
 from ..model import load
-from . import corpus
+from . import corpus, history
 from .head_forward import (
     OBJECTIVES,
     Target,
@@ -283,7 +283,7 @@ def train(arguments: argparse.Namespace) -> draft_head.HeadConfig:
     draft_head_files.save(arguments.output, *draft_head.with_list(head, weights, common))
     done = len(costs) * arguments.rows * arguments.length
     cost = {"objective": arguments.objective, "cost": float(np.mean(costs[-RECENT:]))}
-    _add_round(arguments.output, {"tokens": done, **cost, "accepted": accepted})
+    _add_round(arguments.output, {**history.stamp(), "tokens": done, **cost, "accepted": accepted})
     return config
 
 

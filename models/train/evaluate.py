@@ -28,7 +28,7 @@ import numpy as np
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Tokenizer
 
-from . import export, recall, scoring
+from . import export, history, recall, scoring
 from .data import END
 
 SMALLEST, LARGEST = 8_000, 64_000  # bytes of a held-out file
@@ -232,7 +232,8 @@ def main() -> None:
     files = held_out(arguments.work, tokenizer, arguments.seed)
     long = [f for f in files if len(f.tokens) > CONTEXTS[-1]][: arguments.long_files]
     scorer = scoring.Scorer(params, shape)
-    report: dict[str, Any] = {"step": step, "tokens": tokens_at(arguments.work / "log.csv", step)}
+    tokens = tokens_at(arguments.work / "log.csv", step)
+    report: dict[str, Any] = {**history.stamp(), "step": step, "tokens": tokens}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns) as progress:
 

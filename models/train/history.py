@@ -6,8 +6,10 @@ all rounds in `training.json` next to the weights.
 
 import argparse
 import csv
+import datetime
 import itertools
 import json
+import subprocess
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,6 +23,32 @@ PLACES = (
     "minutes",
     "checkpoint_minutes",
 )  # arguments that say where and how long, not how
+
+
+def stamp() -> dict[str, str]:
+    """Today's date, and the short hash of the commit that is checked out, where there is one."""
+    command = ["git", "rev-parse", "--short=7", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        done = None
+    commit = {"commit": done.stdout.strip()} if done and done.returncode == 0 else {}
+    return {"date": datetime.datetime.now(datetime.UTC).date().isoformat(), **commit}
+
+
+def shown_stamp(record: dict[str, Any]) -> str:
+    """The line that stands under the title of a table.
+
+    Args:
+        record: what holds the items of `stamp`, or `recorded_in` for the commit that brought the figures.
+
+    >>> shown_stamp({"date": "2026-11-26", "recorded_in": "9981867"})
+    '*Measured 2026-11-26, recorded in commit `9981867`.*'
+    """
+    places = {"commit": "at commit", "recorded_in": "recorded in commit"}
+    parts = [f"Measured {record['date']}"]
+    parts += [f"{words} `{record[key]}`" for key, words in places.items() if key in record]
+    return f"*{', '.join(parts)}.*"
 
 
 def rounds(model: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import importlib.util
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,12 +44,6 @@ H200 = Path(__file__).with_name("h200.txtpb")
 def like(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
     """An abstract argument."""
     return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def sample(cases: Sequence[Any], *kept: int) -> list:
-    """Test parameters: those at the indices `kept` always run, the others with `-m exhaustive`."""
-    rest = pytest.mark.exhaustive
-    return [pytest.param(case, marks=() if i in kept else rest) for i, case in enumerate(cases)]
 
 
 def _need(*modules: str) -> None:

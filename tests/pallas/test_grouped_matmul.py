@@ -11,7 +11,7 @@ from entropic_jax import cpu_runtime
 from entropic_jax.pallas import grouped_matmul as package
 from entropic_jax.pallas.grouped_matmul import gpu, grouped_matmul, in_blocks, reference, tpu
 
-from ..marks import exhaustive
+from ..marks import exhaustive, sample
 from .compilers import (
     GENERATIONS,
     compile_for_gpu,
@@ -19,7 +19,6 @@ from .compilers import (
     interpreted_on_gpu,
     interpreted_on_tpu,
     like,
-    sample,
 )
 
 ON_CPU = pytest.mark.skipif(cpu_runtime.unavailable_reason() is not None, reason="no kernels for this CPU")

@@ -9,7 +9,7 @@ from entropic_jax import cpu_runtime
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import cases, cpu, cpu_page, cpu_write, quantised, write_reference
 
-from .compilers import sample
+from ..marks import sample
 
 KINDS = ("bfloat16", "int8")
 SHAPES = (

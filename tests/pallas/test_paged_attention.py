@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from entropic_jax.pallas import paged_attention
 from entropic_jax.pallas.paged_attention import PageSummary, SelectionRules
 
-from .compilers import sample
+from ..marks import sample
 
 SIZES = [(3, 2, 2, 16, 8, 5), (1, 1, 7, 64, 16, 9), (2, 4, 1, 32, 4, 3), (1, 2, 3, 16, 64, 40)]
 

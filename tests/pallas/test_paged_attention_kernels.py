@@ -9,8 +9,9 @@ import pytest
 
 from entropic_jax.pallas.paged_attention import cases, gpu, reference, split_kv, tpu
 
+from ..marks import sample
 from . import programs
-from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
+from .compilers import interpreted_on_gpu, interpreted_on_tpu
 
 NAMES = [case.name for case in cases.SMALL]
 SMALL_CHUNKS = {

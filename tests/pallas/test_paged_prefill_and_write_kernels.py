@@ -10,7 +10,8 @@ import pytest
 
 from entropic_jax.pallas.paged_attention import cases, prefill_gpu, prefill_tpu, write_reference, write_tpu
 
-from .compilers import interpreted_on_gpu, interpreted_on_tpu, sample
+from ..marks import sample
+from .compilers import interpreted_on_gpu, interpreted_on_tpu
 from .test_paged_attention_kernels import check_rows, copies_recorded
 
 FAILURES = (

@@ -14,8 +14,9 @@ from jax.experimental.pallas import tpu as pltpu
 from entropic_jax import entropy
 from entropic_jax.pallas import topk_entropy
 from entropic_jax.pallas.topk_entropy import cases, gpu, reference, tpu
+from tests.marks import sample
 from tests.pallas import compilers
-from tests.pallas.compilers import RaceError, sample
+from tests.pallas.compilers import RaceError
 
 named = lambda cases: pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 tiny = partial(tpu.topk_entropy, buckets=128, width=256)

@@ -116,6 +116,7 @@ def test_evaluation_and_card(
     text = card.card(work, model)
     assert "| big\\|package | 1.0 | MIT | 2.5 |" in text
     assert "python -m entropic_jax.models.train --seed 5" in text
+    assert f"*Measured {report['date']}, at commit `{report['commit']}`.*" in text
     words = " ".join(text.split())
     stages = history.rounds(model)[0]["stages"]
     assert max(stage["steps"] for stage in stages) <= 7  # what was exported, though the log goes on
