@@ -43,6 +43,7 @@ def assert_same(stacked: Cache, separate: Cache) -> None:
         jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, y[:PAGES]), ours, layer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"dtype": "int8"}, {"moments": True}])
 def test_forks_and_rewinds_of_stacks_are_those_of_separate_layers(options):
     separate, stacked = filled(**options)

@@ -217,6 +217,7 @@ def test_replay_refuses_other_tokens_than_integers_of_every_row():
                 replay(m.decoder, m.params, chain(), state, tokens)
 
 
+@pytest.mark.slow
 def test_replay_is_differentiable_in_the_parameters():
     m = tiny.model()
     (text,) = tiny.prompts(24)

@@ -124,6 +124,7 @@ def test_a_fork_and_a_rewind_keep_what_was_stored(dtype):
     np.testing.assert_array_equal(layer.key_max[table[0, 3]], layer.key_max[table[1, 3]])
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_pool_in_a_launch():
     """With int8. XLA's CPU backend widens a pool of float8, which is why the server refuses it there."""
     dtype, m = "int8", tiny.model()

@@ -62,6 +62,7 @@ def test_room_holds_what_is_put_where():
     np.testing.assert_array_equal(filled["c"], np.repeat(expected[..., None], 2, -1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laws", [[], [Mirostat(1.2), Pruning(), Scheduling(1)]])
 def test_a_state_comes_back(laws):
     model, controller = tiny.model(), chain(*laws)

@@ -194,6 +194,7 @@ def test_a_launch_has_room_for_as_many_tokens_as_steps():
     assert (np.asarray(trace.entropy) > 0).all()
 
 
+@pytest.mark.slow
 def test_the_tokens_of_a_row_come_first_in_the_trace():
     emitted = jnp.array([[True, False], [False, True], [True, True]])
     number = jnp.arange(6.0).reshape(3, 2)

@@ -134,6 +134,7 @@ def test_a_step_reads_the_experts_that_its_rows_choose(rows):
     assert time.weights == pytest.approx(1e3 * expected / 819e9, rel=0.04)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantization", "least", "most"), [("int8", 0.5, 0.51), ("int4", 0.28, 0.30)])
 @pytest.mark.parametrize("config", [LLAMA_70B, QWEN3_30B], ids=["dense", "mixture"])
 def test_quantised_weights_take_fewer_bytes(config, quantization, least, most):
@@ -143,6 +144,7 @@ def test_quantised_weights_take_fewer_bytes(config, quantization, least, most):
     assert narrow.read < narrow.total and narrow.experts < 0.51 * max(wide.experts, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("label", "config", "name"),
     [("Llama 3.1 70B", LLAMA_70B, "v6e:4x4"), ("Qwen3 30B-A3B", QWEN3_30B, "v5e:2x4")],

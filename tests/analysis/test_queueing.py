@@ -95,6 +95,7 @@ def stated(lengths: np.ndarray, seed: int) -> Requests:
     return requests(lengths, seed)._replace(max_tokens=np.ceil(lengths * factor).astype(int))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_admission_by_learned_lengths_gains_from_stated_limits_and_loses_nothing_without(seed):
     fcfs = lambda drawn: mean_latency(drawn, queueing.first_come_first_served, preemptive=False)

@@ -73,6 +73,7 @@ def test_a_chunk_leaves_the_bits_of_single_tokens(dtype, moments):
         np.testing.assert_array_equal(a[:-1], b[:-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 6])
 @pytest.mark.parametrize("queries", [1, 5])
 def test_reading_equals_dense_attention(queries, window):

@@ -125,6 +125,7 @@ def test_the_certificate_is_never_violated(guard):
     assert informative > 10  # else nothing was put to the test
 
 
+@pytest.mark.slow
 def test_shared_lists_certify_nothing_they_do_not_know():
     pool, layer, q = filled(200, 8)
     choice = Selection(rules=LOOSE, dense_layers=0, layers_per_list=2)
@@ -275,6 +276,7 @@ def test_layers_of_a_group_take_the_lists_of_its_first():
     assert first.is_new.all() and not follower.is_new.any() and not follower.summaries_read.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "limit", "read"),
     [

@@ -78,6 +78,7 @@ def test_measures_over_valid_positions(window):
         assert value[2] == 0  # the row that holds nothing
 
 
+@pytest.mark.slow
 def test_by_page_is_by_position_where_a_page_is_a_position():
     layer, table, q, last = scene()
     narrow = lambda x: x.reshape(-1, KV_HEADS, 1, DIM) if x.ndim == 4 else x
@@ -192,6 +193,7 @@ def test_controllers_may_not_ask_for_different_things():
     assert chain().observes is None and chain(Watching(), Watching()).observes == Watching.observes
 
 
+@pytest.mark.slow
 def test_what_is_not_asked_for_costs_nothing(monkeypatch):
     """Without an observer, the compiled step is the same program, up to random keys."""
     m = tiny.model()

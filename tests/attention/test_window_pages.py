@@ -40,6 +40,7 @@ def attention(cache, layer, q, row: int, positions: list[int]) -> np.ndarray:
     return np.einsum("kgs,skd->kgd", weight, values)
 
 
+@pytest.mark.slow
 def test_listed_pages_are_read_and_no_others(cache):
     pages, length = WindowPages(recent_fraction=0.25, recent_pages=1), jnp.array(LENGTH)
     reader = pages.reader(cache, length)

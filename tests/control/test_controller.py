@@ -240,6 +240,7 @@ class Once:
         return action._replace(token=jnp.where(state, action.token, 7)), state | signal.emitting
 
 
+@pytest.mark.slow
 def test_a_token_that_a_controller_chooses_is_of_one_step():
     tokens, state, _ = tiny.finish(tiny.begin(tiny.prompts(8, 12), controller=Once()), controller=Once())
     plain = tiny.finish(tiny.begin([[*text, 7] for text in tiny.prompts(8, 12)], max_tokens=19))[0]

@@ -73,6 +73,7 @@ WAYS = {name: preset(name) for name in SHORT} | {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [name if name in SHORT else pytest.param(name, marks=pytest.mark.slow) for name in WAYS]
 )

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from entropic_jax.control import chain
 from entropic_jax.control.laws import LAWS
@@ -37,6 +38,7 @@ def test_only_the_preset_paper_may_be_hotter_than_the_request():
     assert ceilings == {"micro": 0.0, "full": 0.0, "paper": 1.2}
 
 
+@pytest.mark.slow
 def test_rows_of_a_batch_have_the_ceilings_of_their_requests():
     controller = chain(Normalised(jnp.float32(9.0)))  # a set-point that no row reaches
     begun = tiny.begin(tiny.prompts(4, 4, 4), controller=controller, temperature=[1.0, 0.0, 0.6])

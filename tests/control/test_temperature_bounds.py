@@ -82,6 +82,7 @@ def seen(seed: int) -> Signal:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", RUN_BY)
 @pytest.mark.parametrize("name", TABLE)
 def test_no_law_moves_a_row_to_or_from_temperature_zero(name, place):

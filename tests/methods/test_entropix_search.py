@@ -147,6 +147,7 @@ def test_texts_are_true_to_the_model_and_costs_are_paid(quadrants):
     assert int(emptied.available) == emptied.pages
 
 
+@pytest.mark.slow
 def test_the_token_taken_back_is_drawn_otherwise():
     plan, controller = ALONE, law(thresholds=forcing(RESAMPLE))
     texts = tiny.prompts(9, 14)
@@ -224,6 +225,7 @@ def test_no_page_is_lost_however_it_goes(spare, steps, high, torn, stop, seed):
     assert int(emptied.available) == emptied.pages - len(kept)
 
 
+@pytest.mark.slow
 def test_greedy_rows_do_not_search():
     plan, controller, texts = PLAN, law(thresholds=forcing(EXPLORE)), tiny.prompts(9, 14)
     search = finish(begin(texts, plan, controller, temperature=0.0), plan, controller)

@@ -157,6 +157,7 @@ def test_an_expert_after_one_that_is_not_worth_its_price_is_not_read():
     assert counts.tolist() == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "xla"])
 @pytest.mark.parametrize("spec", ROUTERS.values(), ids=ROUTERS)
 def test_unread_experts_add_nothing(backend: str | None, spec: RouterSpec):

@@ -71,6 +71,7 @@ def assert_same_bits(model: models.Model, dtype: str = "float32") -> None:
         np.testing.assert_array_equal(passes(model, 4, split, dtype)[0][:1], alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "dtype"),
     [
@@ -83,6 +84,7 @@ def test_dense_models(architecture, dtype):
     assert_same_bits(tiny(architecture), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_models_with_weights_of_bfloat16(quantization):
     """Activations are float32; operands are rounded where the processor multiplies bfloat16."""
@@ -102,6 +104,7 @@ def test_the_embedded_model():
     assert_same_bits(models.load(EMBEDDED, progress=False))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=pytest.mark.slow)])
 def test_experts(quantization):
     model = tiny("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2)

@@ -31,6 +31,7 @@ def short(monkeypatch):
     PROCESS.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_errors_of_one_line(name):
     with pytest.raises(ModelError, match=r"^chat_template must need at most 1 s and 256 MiB") as caught:

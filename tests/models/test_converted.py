@@ -33,6 +33,7 @@ def saved(folder, config=LLAMA, dtype="bfloat16"):
     return folder / "model"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("config", EXAMPLES.values(), ids=EXAMPLES)

@@ -40,6 +40,7 @@ def tokens_and_logits(model: models.Model) -> tuple[jax.Array, jax.Array]:
     return trace.token, trace.surprisal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocked", [False, True])
 def test_one_table_gives_the_bits_of_two(loaded, blocked):
     shared, separate = (loaded(one_table, blocked=blocked) for one_table in (True, False))
@@ -104,6 +105,7 @@ def test_columns_of_every_layout(lay_out):
     np.testing.assert_array_equal(actual, expected, **EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="what XLA's CPU back end does")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("layout", ["rows", "columns", "blocks"])

@@ -141,6 +141,7 @@ def encode(tensors, kind, writer):
     return stored, dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_gguf(name, tmp_path):
     """With config.json and, for blocks of 256 numbers, without it."""

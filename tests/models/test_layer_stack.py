@@ -118,6 +118,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
         np.testing.assert_allclose(x, y, atol=1e-5, rtol=1e-5, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", "dense first", *exhaustive("llama", "gpt-oss")])
 def test_scanned_layers_give_the_tokens_of_unrolled_ones(name):
     plain, stacked = both(name)
@@ -140,6 +141,7 @@ POLICIES = {
 IN_CI = {("llama", "kept lists"), ("dense first", "shared lists")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
     [
@@ -155,6 +157,7 @@ def test_pages_are_chosen_as_in_unrolled_layers(name, policy):
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", *exhaustive("gemma3")])
 def test_drafts_and_verification_are_those_of_unrolled_layers(name):
     off, window = presets.preset("off"), WindowPages(recent_pages=1, dense_layers=1)
@@ -182,6 +185,7 @@ def copies_of(shape: tuple[int, ...], text: str) -> list[str]:
     return re.findall(rf"= {shaped}\S* (?:copy|select|transpose|copy-start|all-gather|slice)\(.*", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma3", *exhaustive("llama")])
 def test_no_copy_of_a_stack_of_pages_or_weights(name):
     model = both(name)[1]
@@ -195,11 +199,13 @@ def test_no_copy_of_a_stack_of_pages_or_weights(name):
     assert not copies_of(stack.shape, text)
 
 
+@pytest.mark.slow
 def test_a_scanned_program_has_the_layers_once():
     texts = [launch_text(model)[0] for model in both("llama")]
     assert [len(re.findall(r'custom_call_target="entropic_write', text)) for text in texts] == [4, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "dense first"])
 def test_a_quantised_model_is_stacked_with_its_scales(name):
     plain, stacked = both(name, "int8")
@@ -210,12 +216,14 @@ def test_a_quantised_model_is_stacked_with_its_scales(name):
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_quantised_pages_in_stacks():
     off = presets.preset("off")
     (_, expected), (_, actual) = (tokens_of(model, off, dtype="int8") for model in both("llama"))
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 def test_policies_of_experts_count_each_layer():
     options = {"expert_policy": FixedExperts(1)}
     off = presets.preset("off")
@@ -225,6 +233,7 @@ def test_policies_of_experts_count_each_layer():
     assert_same(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(0, 2), *exhaustive(((-1,),))])
 def test_observed_layers_are_those_of_unrolled_ones(layers):
     focuses = []
@@ -247,6 +256,7 @@ METHODS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sparse prefill", *exhaustive("compressed")])
 def test_methods_read_and_compress_stacks(method):
     traces = []

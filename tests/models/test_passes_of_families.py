@@ -68,6 +68,7 @@ def logits_of(model: models.Model, split: tuple[int, ...], dtype: str = "float32
     return np.concatenate(parts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", EACH)
 def test_logits_do_not_depend_on_passes(family):
     """A pass begins and ends within a page, a window and a chunk, and reaches over their borders."""
@@ -78,6 +79,7 @@ def test_logits_do_not_depend_on_passes(family):
         np.testing.assert_allclose(logits_of(model, split), expected, atol=TOLERANCE, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=() if f == FAST else pytest.mark.exhaustive) for f in FAMILIES]
 )

@@ -109,6 +109,7 @@ def test_rows_of_a_table_have_scales_of_its_dtype(kind):
     assert (np.abs(error) <= 0.75 * np.asarray(scale, np.float32)[:, None]).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 @pytest.mark.parametrize("length", [5, 70])
 @pytest.mark.parametrize("quantization", KERNEL_DTYPES)
@@ -126,6 +127,7 @@ def test_the_model_computes_with_its_rounded_weights(quantization, length, chang
     assert 1e-3 < np.median(np.abs(logits(narrow, length) - logits(model, length))) < 0.8
 
 
+@pytest.mark.slow
 def test_a_model_of_bfloat16_computes_in_bfloat16():
     model = tiny.model(**WIDE)
     half = models.Model(model.config, jax.tree.map(lambda x: x.astype(jnp.bfloat16), model.params))

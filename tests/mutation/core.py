@@ -37,7 +37,7 @@ TESTS = {
     "entropic_jax/phases/emission.py": ("tests/test_phases.py", "tests/test_loop.py", "tests/sampling"),
     "entropic_jax/sampling/sampler.py": ("tests/sampling",),
     "entropic_jax/sampling/truncation.py": ("tests/sampling",),
-    "entropic_jax/state/cache.py": ("tests/test_cache.py", "-m", "slow or not slow"),
+    "entropic_jax/state/cache.py": ("tests/test_cache.py",),
     "entropic_jax/state/row_subset.py": ("tests/test_row_subset.py", "tests/test_step.py"),
     "serving/engine/prefix_cache.py": ("tests/serving/test_block_manager.py",),
     "serving/engine/state_updates.py": (

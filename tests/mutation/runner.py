@@ -35,7 +35,7 @@ def failure(tree: Path, arguments: Sequence[str]) -> str | None:
     Raises:
         ValueError: no test ran.
     """
-    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header"]
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--no-header", "-m", "slow or not slow"]
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONPYCACHEPREFIX": str(tree / "bytecode")}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     command = [sys.executable, "-m", "pytest", *options, *arguments]

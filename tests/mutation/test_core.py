@@ -49,6 +49,7 @@ def test_what_an_operator_makes(old, new):
     assert [site.new for site in sites(f"def f(x, y):\n    return {old}\n")] == [new]
 
 
+@pytest.mark.slow
 def test_every_fault_is_a_program():
     for file in core.TESTS:
         source = (runner.ROOT / file).read_text("utf-8")
@@ -62,6 +63,7 @@ def test_lines_added_elsewhere_change_no_sample():
     assert [site.rank for site in sites(source)] == [site.rank for site in sites(longer)]
 
 
+@pytest.mark.slow
 def test_equivalent_faults_are_faults_of_the_source():
     for file in core.TESTS:
         source = (runner.ROOT / file).read_text("utf-8")

@@ -33,6 +33,7 @@ def exact(x, weight, scale):
     return numbers @ weight * (largest / 127).astype(np.float64) * np.asarray(scale, np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("inputs", "columns"), SIZES)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 6, 11, 64])

@@ -101,6 +101,7 @@ def test_every_operation_has_a_reference_and_the_kernels_decline_on_a_cpu(operat
             operation.backends[name]()
 
 
+@pytest.mark.slow
 def test_the_interpreter_by_name(monkeypatch):
     expected = topk_entropy.topk_entropy(LOGITS, 3)
     actual = topk_entropy.topk_entropy(LOGITS, 3, backend="interpret")

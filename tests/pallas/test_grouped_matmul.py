@@ -65,6 +65,7 @@ def check(results, expected, tolerance=2e-6):
 SIZES = ([5, 0, 1, 17, 0], [0, 0, 300], [1] * 9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=ON_CPU), "xla"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *NARROW, "uint8"])
 @pytest.mark.parametrize("sizes", [SIZES[0], *exhaustive(*SIZES[1:])], ids=len)
@@ -94,6 +95,7 @@ def test_a_row_has_the_same_bits_whatever_its_group_holds(dtype):
             np.testing.assert_array_equal(part, of_all[begin:end])
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", *NARROW])
 def test_matrices_block_by_block_give_the_same_bits(dtype):
@@ -144,6 +146,7 @@ TPU_CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["late", "eager"])
 @pytest.mark.parametrize("groups", sample(TPU_CASES, 0, 2, 5, 6, 7, 8, 9), ids=str)
 def test_tpu(monkeypatch, groups, mode):
@@ -167,6 +170,7 @@ def test_tpu_reads_a_matrix_once_and_none_of_a_group_without_rows():
     assert set(np.asarray(visits.tile)[~used].tolist()) == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "groups",
     sample(

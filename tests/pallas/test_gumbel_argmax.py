@@ -42,6 +42,7 @@ def draw(
     return np.asarray(gumbel_argmax(*arguments, backend=backend, **others))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("scale", [0.0, 3.0, 12.0, 1000.0])
 @pytest.mark.parametrize("vocabulary", [16, 17, 31, 63, 65, 1000, 4096])

@@ -32,6 +32,7 @@ def texts(lengths: list[int], vocabulary: int, context: int) -> np.ndarray:
     return array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("longest", [1, 4, 16])
 @pytest.mark.parametrize("vocabulary", [1, 2, 7, 300])

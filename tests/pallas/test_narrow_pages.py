@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", sample(SHAPES, 1, 4), ids=lambda case: case.name)
 def test_what_is_read_is_what_float64_says(shape, kind):
@@ -83,6 +84,7 @@ def written(kind, poison=False):
     return ways
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_has_the_bits_of_the_reference(kind):
     (ours, our_summaries), (theirs, their_summaries) = written(kind)
@@ -95,6 +97,7 @@ def test_what_is_written_has_the_bits_of_the_reference(kind):
         np.testing.assert_allclose(x[:-1], y[:-1], rtol=1e-5, atol=1e-5 * np.abs(high[1][:-1]).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_number_is_read_as_none(kind):
     (keys, values), _ = written(kind, poison=True)[0]

@@ -70,6 +70,7 @@ def exact(q, keys, values, table, index, count, first, last):
     return out, log_sum_exp
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", paged_attention.DECODE.backends)
 @pytest.mark.parametrize("sizes", sample(SIZES, 0, 3))
 def test_back_ends_agree_with_float64(name, sizes):
@@ -261,6 +262,7 @@ def exact_choice(q, summary, information, table, last, drop, page, rules, row, h
     return mass, weight / weight.sum(), bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", paged_attention.SELECT_PAGES.backends)
 @pytest.mark.parametrize(
     "rules",

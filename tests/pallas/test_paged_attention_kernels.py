@@ -90,6 +90,7 @@ def test_the_reference_on_the_cases_without_a_soft_cap(case):
     check(reference.decode(*arguments), case, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", cases.SMALL, ids=NAMES)
 def test_tpu_in_the_interpreter(case, mode, small_chunks):
@@ -101,6 +102,7 @@ def test_tpu_in_the_interpreter(case, mode, small_chunks):
     check(result, case, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["late", "eager"])
 @pytest.mark.parametrize("window", [False, True])
 def test_tpu_with_blocks_that_are_taken_together(mode, window, monkeypatch):
@@ -129,6 +131,7 @@ def test_tpu_with_the_chunks_of_a_real_one_and_in_several_calls(scalars, monkeyp
     check(on_tpu(TILE_32, arguments, "late"), TILE_32, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sample(GPU_CASES, 0, 2), ids=lambda case: case.name)
 def test_gpu_in_the_interpreter(case, small_chunks):
     inputs, arguments = arguments_of(case)
@@ -213,6 +216,7 @@ def beyond_the_pool(*arguments):
     return lists._replace(pages=lists.pages + 1)  # the last page is that of no row, and NaN
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "fault", "mode"),
     [
@@ -231,6 +235,7 @@ def test_faults_of_the_tpu_kernel_are_found(name, fault, mode, small_chunks, mon
         check(on_tpu(TILE_32, arguments, mode), TILE_32, inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [19, -100])
 def test_tpu_reads_the_first_or_last_page_for_one_out_of_range(shift, small_chunks):
     _, arguments = arguments_of(TILE_32)

@@ -109,6 +109,7 @@ def test_queries_past_the_context_see_what_the_last_position_sees(form):
     np.testing.assert_allclose(out, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("number", [1, cpu.MAX_QUERIES, cpu.MAX_QUERIES + 1, 3 * cpu.MAX_QUERIES + 5])

@@ -116,6 +116,7 @@ def check_prefill(case, mode):
         check_rows(result, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["late", pytest.param("eager", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
 def test_prefill_in_the_interpreter(case, mode):
@@ -159,6 +160,7 @@ def check_prefill_on_gpu(case):
         check_log_sum_exp(x, log_sum_exp, 0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sample(GPU_CASES, 0, 2), ids=lambda case: case.name)
 def test_prefill_in_the_interpreter_of_a_gpu(case):
     check_prefill_on_gpu(case)
@@ -187,6 +189,7 @@ def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
         check_prefill_on_gpu(GPU_CASES[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["late", "eager"])
 @pytest.mark.parametrize(("name", "fault"), [("_wait", lambda copy: None), ("_buffer_slot", lambda chunk: 0)])
 def test_faults_of_prefill_are_found(name, fault, mode, monkeypatch):

@@ -50,6 +50,7 @@ def decoded(q, keys, values, table, lists, first, start, backend=None) -> jax.Ar
 
 
 # Matrix units attend to pages of bfloat16 whose size is a multiple of 32.
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize(
     ("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("int8", 16)]
@@ -65,6 +66,7 @@ def test_a_query_has_the_bits_of_decoding(dtype, page_size, window):
         np.testing.assert_array_equal(out, expected, err_msg=f"{n} queries from {offset}")
 
 
+@pytest.mark.slow
 @ON_CPU
 def test_long_contexts_are_split_into_the_same_pieces():
     page_size, n = 256, 5
@@ -76,6 +78,7 @@ def test_long_contexts_are_split_into_the_same_pieces():
         np.testing.assert_array_equal(out, decoded(q, keys, values, table, (None, None), first, start, "cpu"))
 
 
+@pytest.mark.slow
 @ON_CPU
 def test_listed_pages():
     keys, values, table = pools(16, "float32")
@@ -87,6 +90,7 @@ def test_listed_pages():
     np.testing.assert_array_equal(out, decoded(q, keys, values, table, lists, first, start, "cpu"))
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 32)])
 def test_neighbours_and_unused_slots_leave_no_trace(dtype, page_size):

@@ -18,6 +18,7 @@ def case(rows: int, size: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(x, jnp.float32), jnp.asarray(weight, jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "xla"])
 @pytest.mark.parametrize("size", [1, 24, 64, 256])
 def test_rows_are_divided_by_their_root_mean_square(size, backend):

@@ -119,6 +119,7 @@ def test_halves_of_a_byte_are_neighbouring_inputs():
     assert unpack(weight, scale).tolist() == [[-16.0], [2.0], [-7.0], [0.0]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
 @pytest.mark.parametrize(("inputs", "group"), [(96, 32), (384, 128)])
 @pytest.mark.parametrize("rows", [1, SKINNY_ROWS, SKINNY_ROWS + 1])
@@ -132,6 +133,7 @@ def test_products_with_packed_weights(rows, inputs, group, backend):
         np.testing.assert_allclose(y, np.asarray(x, np.float64) @ wide, rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("group", [32, 64, 160])
 def test_bits_of_packed_products_are_those_of_the_widened_weights(group):

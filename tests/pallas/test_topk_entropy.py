@@ -115,6 +115,7 @@ def test_sizes_of_the_head_that_are_none_are_refused():
 # The interpreters.
 
 
+@pytest.mark.slow
 @named(sample(cases.SMALL, 1, 2, 6))
 def test_tpu_kernel_with_late_copies(case):
     with compilers.interpreted_on_tpu("late"):
@@ -127,6 +128,7 @@ def test_tpu_kernel_without_races(case):
         run(tiny, case)
 
 
+@pytest.mark.slow
 @named(sample(cases.SMALL, 3, 6, 7))
 def test_gpu_kernel(case):
     with compilers.interpreted_on_gpu():
@@ -224,6 +226,7 @@ def test_seeded_faults_are_found(fault):
         assert faults == set(compilers.TPU_MODES)
 
 
+@pytest.mark.slow
 def test_a_block_out_of_range_is_found_in_the_kernel():
     case = cases.Case(3, 700, 5)
     logits, *at = cases.build(case)

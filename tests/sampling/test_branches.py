@@ -46,6 +46,7 @@ def test_tokens_above_the_limit_of_surprisal_are_left_out_but_for_the_likeliest(
     assert len(set(tokens[:, 2].tolist())) > 1
 
 
+@pytest.mark.slow
 def test_a_list_of_tokens_draws_what_all_tokens_would_and_needs_a_threefry_key():
     numbers = jnp.array([2, 3, 7, 20], jnp.int32)
     masked = jnp.full((ROWS, VOCABULARY), -jnp.inf).at[:, numbers].set(LOGITS[:, numbers])

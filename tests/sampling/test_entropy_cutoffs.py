@@ -59,6 +59,7 @@ def test_eta_keeps_less_likely_tokens_where_the_entropy_is_high(eta):
     np.testing.assert_array_equal(kept(logits, eta_cutoff=eta), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threshold", [0.0, 0.05, 0.1, 0.5])
 def test_xtc_leaves_out_all_choices_but_the_least_likely(threshold):
     logits = logits_of(2)

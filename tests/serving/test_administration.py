@@ -74,6 +74,7 @@ def test_a_profile_is_recorded(live):
     assert [path for path in Path(FOLDER.name).rglob("*.xplane.pb") if path.stat().st_size]
 
 
+@pytest.mark.slow
 def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):
     options = EngineOptions(max_num_seqs=1, block_size=16, num_pages=8, warmup="none", pruning=False)
     running = start.start(directory, options)

@@ -23,6 +23,7 @@ def broken(directory, tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_json_of_one_request(entropic, broken):
     status, out, err = entropic("generate", "--model", broken, "--prompt", "x", "--json")
     tree = json.loads(out)
@@ -30,6 +31,7 @@ def test_json_of_one_request(entropic, broken):
     assert ERROR in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("prompts", "preset"),
     [(["xa", "x"], "off"), (["x", "abc", "ax", "b"], "meso")],

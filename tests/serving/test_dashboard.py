@@ -303,6 +303,7 @@ def test_a_server_that_is_gone(page, server):
     page.until("document.querySelector('#alert').innerText.includes('does not answer')")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [SMALL, PHONE, DESKTOP], ids=["small", "phone", "desktop"])
 def test_it_fits_and_can_be_read(page, size, scheme, tmp_path):

@@ -53,6 +53,7 @@ def exhausted_from(call: int, error: type[Exception]):
     return allocate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), [(0, RuntimeError), (1, ValueError)])
 def test_all_wake_up_or_none(live, two, call, error, monkeypatch):
     served_by(live, two, monkeypatch)

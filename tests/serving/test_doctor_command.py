@@ -52,6 +52,7 @@ def test_a_sound_machine(capsys):
     assert named["topk_entropy"]["declined"]["tpu"] == "the default device is a cpu"
 
 
+@pytest.mark.slow
 def test_what_is_said_to_a_person(monkeypatch, checks, capsys):
     monkeypatch.setattr(self_test, "checks", lambda: [checks[3]])
     monkeypatch.setenv("ENTROPIC_KERNELS", "xla")

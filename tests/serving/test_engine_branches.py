@@ -120,6 +120,7 @@ def test_as_offline_alone_and_in_a_crowd(reference, exact):
     assert tokens_of(mixed[5:15]) == expected + alone
 
 
+@pytest.mark.slow
 def test_ends_of_every_kind(reference, exact):
     """A stop token, in branches too; the end of the context; a stop string; a greedy row."""
     for (name, single), expected in zip(ENDS.items(), reference[5:], strict=True):
@@ -166,6 +167,7 @@ def test_work_given_ahead(reference, exact, monkeypatch):
     assert tokens_of(mixed[5:10]) == reference[:5]
 
 
+@pytest.mark.slow
 def test_cancelling_within_a_branch(exact, monkeypatch):
     """Rows and pages of a branch group come back at once, and the next sequence in it is not affected."""
     scheduler, left = exact.scheduler, []

@@ -86,6 +86,7 @@ def tokens_of(results) -> list[list[int]]:
     return [tokens for tokens, _ in results]
 
 
+@pytest.mark.slow
 def test_rows_of_one_batch_have_their_own_adapters(adapted, expected):
     assert tokens_of(run(adapted, *mixed())) == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected)
@@ -140,6 +141,7 @@ def test_a_prefix_is_shared_under_one_adapter_only(adapted):
     assert len(roots) == 12
 
 
+@pytest.mark.slow
 def test_preemption_keeps_the_adapter(model, paths, expected):  # noqa: F811
     for engine in engine_of(model, **{**LORA, "batch_invariant": True}, num_pages=28):  # one batch bucket
         for name, path in paths.items():
@@ -148,6 +150,7 @@ def test_preemption_keeps_the_adapter(model, paths, expected):  # noqa: F811
         assert engine.snapshot()["preemptions"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "drafter",
     ["suffix", *exhaustive("pruned", "auto")],
@@ -175,6 +178,7 @@ def test_drafts_are_verified_under_the_adapter(
         assert sum(last.summary["num_drafted"] for _, last in results) > 0
 
 
+@pytest.mark.slow
 def test_an_adapter_is_replaced_while_requests_run(model, paths, expected):  # noqa: F811
     for engine in engine_of(model, **{**LORA, "max_loras": 1, "batch_invariant": True}):
         first, second = (

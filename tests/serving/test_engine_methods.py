@@ -132,6 +132,7 @@ def test_pages_emptied_serve_others(model, name, together):
         assert engine.snapshot()["preemptions"] == 0
 
 
+@pytest.mark.slow
 def test_what_a_method_made_is_not_shared(model):
     for engine in engine_of(model, "entropyinfer"):
         long, short = prompt(90, 7), prompt(16, 8)

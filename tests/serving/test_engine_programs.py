@@ -40,6 +40,7 @@ def test_nothing_is_compiled_after_a_full_warm_up(model):  # noqa: F811
         assert engine.compilations == 0
 
 
+@pytest.mark.slow
 def test_no_program_copies_the_pool(exact):  # noqa: F811
     run(
         exact,

@@ -17,6 +17,7 @@ def continued_in_the_loop(model, prompts, tokens, page, **sampling):  # noqa: F8
     return loop.generate(*parts, state, tokens, capacity=tokens)[1].token.T.tolist()
 
 
+@pytest.mark.slow
 def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F811
     page = exact.sizes.page_size
     prompts = [prompt(n, 40 + n) for n in (1, 2, page, page + 1, page + 2, 2 * page + 2)]
@@ -26,6 +27,7 @@ def test_prompts_of_any_length_continue_as_in_the_loop(model, exact):  # noqa: F
         assert [tokens for tokens, _ in run(exact, *requests)] == expected
 
 
+@pytest.mark.slow
 def test_runs_are_penalised_as_in_the_loop(model, exact):  # noqa: F811
     """DRY knows the end of the prompt, in a row that a sequence without it has had before, too."""
     page = exact.sizes.page_size

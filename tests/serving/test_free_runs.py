@@ -172,6 +172,7 @@ def texts(engine, guess: int) -> list:
     return [(tokens, last.finish_reason, last.usage) for tokens, last in run(engine, *held(guess))]
 
 
+@pytest.mark.slow
 def test_wrong_guesses_change_no_text(exact):  # noqa: F811
     expected = texts(exact, 0)
     for guess in (3, LONGEST_FREE_RUN):

@@ -161,6 +161,7 @@ def test_a_plan_from_before_a_preemption_is_made_anew():
     assert set(planner.plans([held], False, print)[0]) == {3}
 
 
+@pytest.mark.slow
 def test_others_decode_while_a_mask_is_computed(plain):  # noqa: F811
     hard = Gated()
     stream = plain.submit(engine_request("hard", prompt(9), seed=3, grammar=hard, **WARM))
@@ -174,6 +175,7 @@ def test_others_decode_while_a_mask_is_computed(plain):  # noqa: F811
     assert len(tokens) == 12
 
 
+@pytest.mark.slow
 def test_text_does_not_depend_on_being_held(exact):  # noqa: F811
     slow, quick = Gated(), Open()
     stream = exact.submit(engine_request("slow", prompt(9), seed=3, grammar=slow, **WARM))

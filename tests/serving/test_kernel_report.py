@@ -61,6 +61,7 @@ def engine_of(head_dim=128, experts=0, quantization=None, stacked=False, **optio
     return model, chosen, sizes(model, chosen, itemsize)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ACCELERATORS)
 @pytest.mark.parametrize("preset", ["off", "full", "full-lossy"])
 @pytest.mark.parametrize(("head_dim", "cache_dtype"), [(128, "auto"), (64, "int8_per_token_head")])
@@ -80,6 +81,7 @@ def test_pages_on_a_cpu_are_as_they_were():
     assert [engine_of(preset=name)[2].page_size for name in ("off", "full", "full-lossy")] == [16, 64, 16]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("platform", ACCELERATORS)
 def test_a_page_size_that_a_kernel_declines_is_refused(platform, use_accelerator):
     use_accelerator(platform)
@@ -118,6 +120,7 @@ def test_the_log_says_who_serves(use_accelerator, caplog):
     assert record.write.startswith("xla (head_dim 64 is not a multiple of 128")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(("quantization", "served"), [(None, True), ("int8", True), ("int4", False)])
 @pytest.mark.parametrize("platform", ACCELERATORS)
@@ -134,6 +137,7 @@ def test_the_log_says_who_multiplies_experts(
         assert text.startswith("xla (") and ("packed weights" if platform == "tpu" else "uint8") in text
 
 
+@pytest.mark.slow
 def test_the_doctor_examines_a_configuration(directory, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(self_test, "checks", list)
     monkeypatch.setenv("ENTROPIC_KERNELS", "xla")  # to ask the kernels for a CPU is to compile them

@@ -52,6 +52,7 @@ def test_a_batch_larger_than_the_engine_comes_back_in_order(llm):
     assert len({output.request_id for output in outputs + alone}) == len(outputs + alone)
 
 
+@pytest.mark.slow
 def test_prompts_take_every_form(llm):
     greedy = SamplingParams(temperature=0, max_tokens=5)
     ids = llm.get_tokenizer().encode("import os")
@@ -93,6 +94,7 @@ def test_the_tokens_are_those_of_the_command_line(llm, capsys):
     np.testing.assert_allclose(completion.trace["entropy"], expected["trace"]["entropy"], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_object_repeats_what_it_draws():
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     runs = []
@@ -191,6 +193,7 @@ def test_preset_full_lossy_controls_temperature_and_reads(full_lossy, llm):
     assert again.token_ids == controlled.token_ids
 
 
+@pytest.mark.slow
 def test_default_sampling_parameters_are_the_models(llm):
     stated = llm._engine.model.generation
     assert llm.get_default_sampling_params().top_p == stated.get("top_p", 1.0)

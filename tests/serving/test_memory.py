@@ -62,6 +62,7 @@ def test_requests_that_do_not_fit_together_run_one_after_the_other(model, availa
     assert parts == together and all(len(tokens) > 0 for tokens in parts)
 
 
+@pytest.mark.slow
 def test_a_request_that_fits_nowhere_ends_alone(model, available):
     engine = Engine(model)
     available(40)

@@ -5,6 +5,7 @@ import itertools
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from entropic_jax.sampling.constraints import pauses
 from entropic_jax.serving.engine.grammars import ALL_TOKENS, Plan
@@ -147,6 +148,7 @@ def held_requests(*guess: int, **fields) -> list[EngineRequest]:
     return [*held, engine_request("free", prompt(30), seed=4, max_tokens=40, **WARM)]
 
 
+@pytest.mark.slow
 def test_tokens_planned_ahead_are_those_of_one_mask_a_launch(exact):  # noqa: F811
     expected = run(exact, *held_requests())
     for guess in ((8, 9), (2, 5)):  # right for some, and wrong

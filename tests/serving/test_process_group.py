@@ -22,6 +22,7 @@ from entropic_jax.serving.options.model import EMBEDDED
 ADDRESS = ("--coordinator-address", "127.0.0.1:1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [

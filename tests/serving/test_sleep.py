@@ -38,6 +38,7 @@ def requests():
     return [engine_request(f"r{i}", prompt(30, i), seed=i, temperature=0.8) for i in range(3)]
 
 
+@pytest.mark.slow
 def test_the_pool_is_released_and_requests_wait(running):
     expected = [tokens for tokens, _ in run(running, *requests())]
     assert run(running, requests()[0])[0][1].cached_tokens > 0

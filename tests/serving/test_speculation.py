@@ -168,6 +168,7 @@ def test_preemption_changes_nothing_and_drafts_preempt_nobody(model, expected, m
         assert all(tried[i - 1] == 1 for i, n in enumerate(tried) if n == 0)
 
 
+@pytest.mark.slow
 def test_a_row_gives_back_the_pages_of_drafts_that_failed(suffix):
     for _ in range(2):
         run(suffix, *requests(20))
@@ -176,6 +177,7 @@ def test_a_row_gives_back_the_pages_of_drafts_that_failed(suffix):
     assert int(manager.reserved.sum()) == 0
 
 
+@pytest.mark.slow
 def test_prefixes_are_shared(off, suffix):
     ids = repetitive(60, 5)
     first = engine_request("first", ids, max_tokens=20, **GREEDY)

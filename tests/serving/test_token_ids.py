@@ -45,6 +45,7 @@ def llm():
         yield llm
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stop_token_ids", "logit_bias", "allowed_token_ids"])
 def test_a_token_id_outside_the_vocabulary_is_refused_by_name(llm, name):
     vocabulary = llm._engine.model.config.vocab_size

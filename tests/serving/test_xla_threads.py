@@ -90,6 +90,7 @@ def test_attention_with_a_soft_cap_is_not_native():
     assert not xla_threads.has_cpu_kernel(dataclasses.replace(spec.attention, sinks=True))
 
 
+@pytest.mark.slow
 def test_the_command_line_reads_the_variable_before_jax_does():
     """A process in which XLA has one thread has fewer threads than one in which it has sixteen."""
     script = (

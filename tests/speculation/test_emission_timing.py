@@ -10,6 +10,7 @@ from tests import tiny
 MODEL = tiny.model()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 3])
 def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, rows):
     traces = []
@@ -28,6 +29,7 @@ def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, 
     assert not of_passes.num_drafted.any()
 
 
+@pytest.mark.slow
 def test_launches_run_as_many_passes_as_they_say():
     passes, steps = module.emitting_launches(MODEL.decoder, MODEL.params, 1, 20, 3, page_size=8)
     assert passes() == steps() == module.PASSES

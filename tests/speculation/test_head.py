@@ -296,6 +296,7 @@ def test_a_list_of_tokens_leaves_their_logits_as_they_are():
     assert decoder.head.shape.weights < headed(None)[0].head.shape.weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [jax.random.key(4), jax.random.key(4, impl="rbg")], ids=["threefry", "rbg"])
 @pytest.mark.parametrize(
     "sampling",

@@ -140,6 +140,7 @@ def test_the_tokens_are_those_of_plain_decoding(plain, truth, share):
     chex.assert_trees_all_equal(state.token, plain[1].token)
 
 
+@pytest.mark.slow
 def test_the_law_across_rows_sees_every_pass_in_which_a_row_emits(plain, truth):
     tokens, state, trace = run(scripted((truth + 1) % 96), controller=EmittingPasses())
     assert tokens == plain[0] and not trace.from_draft.any()

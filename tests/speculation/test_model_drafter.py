@@ -118,6 +118,7 @@ def test_nothing_is_drafted_past_the_context_of_the_draft_model(plain):
     assert not trace.from_draft[position > 21].any()
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_both_models_share_the_pages():
     decoder, params = pair(model(seed=5, **SMALL))
     pool = allocate(decoder.shape, 1, 16, page_size=PAGE)

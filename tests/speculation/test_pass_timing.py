@@ -91,6 +91,7 @@ def test_a_disturbed_measurement_is_not_believed(monkeypatch):
     assert costs.emission == (0.5, 0.0) and costs.step_emission == pytest.approx((0.25, (9 - 3 - 0.25) / 3))
 
 
+@pytest.mark.slow
 def test_a_model_is_timed():
     costs = measure_pass_costs(MODEL.decoder, MODEL.params, most_tokens=4, context=100, repeat=3, page_size=8)
     assert costs.tokens == costs.widths == (1, 2, 4)

@@ -58,6 +58,7 @@ def test_at_the_mean_acceptance_the_length_is_the_one_of_the_best_rate(length):
     assert rates[number] == pytest.approx(max(rates), rel=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("costs", "drafts"), [((1.0, 1.6, 1.65, 1.7), True), ((1.0, 1.8, 3.0, 5.0), False)])
 def test_a_first_token_need_not_pay_for_what_any_draft_costs(costs, drafts):
     """A pass with drafts costs much more than one without, and each further token little."""

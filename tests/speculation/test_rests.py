@@ -85,6 +85,7 @@ def test_a_row_whose_tokens_the_host_expects_does_not_rest():
     assert num_resting(state([4, 2]), free) == 2 and num_resting(state([4, 2]), awaited) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 3, 64])
 def test_rests_end_however_short_launches_are(steps):
     """Drafters are asked after 0, 1, 2, 3, 6, 11, 20, 37 … tokens; texts are those of plain decoding."""

@@ -15,6 +15,7 @@ from tests.speculation import test_head, test_model_drafter
 from tests.tiny import model
 
 
+@pytest.mark.slow
 def test_a_head_reads_a_layer_of_a_stack():
     """Tokens, drafts and acceptance are those over separate layers."""
     decoder, params = test_head.headed()
@@ -31,6 +32,7 @@ def test_a_head_reads_a_layer_of_a_stack():
         draft_head.initialise(head, stacked.params, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_itself", [True, *exhaustive(False)])
 def test_stacked_models_draft_the_tokens_of_separate_layers(is_itself):
     """A model drafts for itself, so that all drafts are accepted; or one of a layer does, without a stack."""

@@ -57,6 +57,7 @@ def test_held_out_files_are_those_of_8_to_64_kilobytes(work: Path, tokenizer: To
     assert [f.path for f in again] == [f.path for f in files]
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 def test_compression_counts_every_token_and_what_xz_writes(
     work: Path, tokenizer: Tokenizer, params: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,14 +6,19 @@ The answer of an edit is imposed on the model, which cannot follow instructions:
 calls are the model's texts, as far as the grammar leaves it a choice.
 """
 
+import argparse
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", "1")  # threads of XLA, as in `entropic generate` and `entropic serve`
 
+from rich.console import Console
+
 from ...harness.paths import ROOT
-from ...harness.publishing import benchmark_parser, measure_and_publish
+from ...harness.publishing import benchmark_parser, measure_and_publish, results_file
 from ..measure import DTYPES
 from . import measure, report
 
@@ -47,7 +52,21 @@ def main() -> None:
     options.rows = [int(n) for n in (options.rows or ("1,2" if quick else "1,8")).split(",")]
     options.rounds = options.rounds or (1 if quick else 7)
     options.tokens = options.tokens or (64 if quick else 768)
-    measure_and_publish(NAME, report, measure.run, options)
+    measure_and_publish(NAME, report, measured, options)
+
+
+def measured(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """The results of the parts that the options name, and what is stored of the others.
+
+    Args:
+        options: the options of the command.
+        console: where progress is shown.
+    """
+    results = measure.run(options, console)
+    file = results_file("tasks", results["cpu"], options.dtype)
+    if options.quick or options.output or not file.exists():
+        return results
+    return measure.with_stored_parts(results, json.loads(file.read_text("utf-8")))
 
 
 if __name__ == "__main__":

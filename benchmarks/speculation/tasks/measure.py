@@ -46,8 +46,22 @@ def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             results |= measure_edits(options, advance)
         if STRUCTURED in options.parts:
             progress.update(task, description="structured output")
-            results["structured"] = structured.measure(options, advance)
+            results[STRUCTURED] = structured.measure(options, advance)
+    results["runs"] = {part: {key: results[key] for key in ("date", "commit")} for part in options.parts}
     return results
+
+
+def with_stored_parts(results: dict[str, Any], stored: dict[str, Any]) -> dict[str, Any]:
+    """Results, with the parts of stored results that were not measured again.
+
+    Args:
+        results: what `run` has measured now.
+        stored: results of an earlier run with the same options but for its parts.
+    """
+    runs = {part: stored.get("runs", {}).get(part, stored) for part in PARTS if part in stored}
+    kept = {key: value for key, value in stored.items() if key not in results}
+    stamps = {part: {key: run[key] for key in ("date", "commit")} for part, run in runs.items()}
+    return {**results, **kept, "runs": stamps | results["runs"]}
 
 
 def measure_edits(options: argparse.Namespace, advance: Callable[[], None]) -> dict[str, Any]:

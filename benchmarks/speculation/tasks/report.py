@@ -14,8 +14,17 @@ ALL = "all"  # the tasks of a kind together
 
 def tables(results: dict[str, Any]) -> list[Table]:
     """Edits, for every kind, context, temperature and arm; JSON and tool calls, for every task."""
-    parts = _edits(results.get("edits", [])), _structured(results.get("structured", []))
-    return [(title + of_dtype(results), header, rows) for title, header, rows in parts if rows]
+    return [table for _, table in _parts(results)]
+
+
+def _parts(results: dict[str, Any]) -> list[tuple[str, Table]]:
+    """The table of each part that was measured."""
+    measured = []
+    for part, table_of in (("edits", _edits), ("structured", _structured)):
+        title, header, rows = table_of(results.get(part, []))
+        if rows:
+            measured.append((part, (title + of_dtype(results), header, rows)))
+    return measured
 
 
 def _edits(entries: list[dict[str, Any]]) -> Table:
@@ -90,9 +99,11 @@ def _structured_row(cell: dict[str, Any]) -> list[str]:
     ]
 
 
-def stamps(results: dict[str, Any]) -> str:
-    """Date and commit."""
-    return stamp([results], (*MEASURED_CODE, "serving/http/grammar.py"))
+def stamps(results: dict[str, Any]) -> dict[str, str]:
+    """Date and commit of each table: the parts may have been measured in runs of their own."""
+    code = (*MEASURED_CODE, "serving/http/grammar.py")
+    runs = results.get("runs", {})
+    return {title: stamp([runs.get(part, results)], code) for part, (title, _, _) in _parts(results)}
 
 
 def notes(results: dict[str, Any]) -> list[str]:

@@ -45,6 +45,7 @@ def measured() -> gains.Gains:
     return gains.measure(model(), texts().tokens)
 
 
+@pytest.mark.slow
 def test_gains_add_up_to_what_all_further_experts_bring():
     every = gains.passes(model(), texts().tokens, -1, 3)
     first = gains.passes(model(), texts().tokens, 1, 1)
@@ -70,6 +71,7 @@ def test_a_regression_expects_what_depends_on_its_features():
     assert (gains.fit(subject, gains.ROUTER)[..., ~gains.ROUTER] == 0).all()
 
 
+@pytest.mark.slow
 def test_controls_read_as_many_experts_as_the_law():
     weights = gains.fit(measured())
     price = float(np.median(gains.expected(measured(), weights)))

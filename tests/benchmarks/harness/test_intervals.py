@@ -27,6 +27,7 @@ def cases(seed: int, texts: int, shift: float, spread: float = 0.0):
     return scores, flags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shift", [0.0, 0.8])
 def test_the_interval_of_an_area_covers_it_about_as_often_as_it_says(shift):
     true = stats.norm.cdf(shift / np.sqrt(2))

@@ -42,6 +42,7 @@ def run(speculator: Any) -> tuple[list[int], list[int]]:
     ].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "length"),
     [

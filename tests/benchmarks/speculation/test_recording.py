@@ -98,10 +98,12 @@ def records(name: str):
     return drafts_of(name, text, steps, POSITIONS, 0)
 
 
+@pytest.mark.slow
 def test_the_recorded_text_is_that_of_plain_decoding():
     assert recorded()[0] == engine(None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [HEAD, *exhaustive(SUFFIX, PRUNED)])
 def test_the_engine_accepts_what_the_records_say(name):
     law = FixedLength(COSTS.law.costs, widths=SIZES)

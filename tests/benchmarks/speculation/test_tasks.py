@@ -15,7 +15,7 @@ import pytest
 from benchmarks.harness.paths import ROOT
 from benchmarks.harness.tables import markdown
 from benchmarks.speculation import measure as decoding
-from benchmarks.speculation.tasks import edits, report, schemas
+from benchmarks.speculation.tasks import edits, measure, report, schemas
 from benchmarks.speculation.tasks.imposed import Unaware, impose, unaware
 from benchmarks.speculation.workload import loops
 from entropic_jax.serving.options import draft_model
@@ -226,3 +226,16 @@ def test_strings_without_bounds_have_the_schemas_of_the_others():
     for name, task in bounded.items():
         assert '"maxLength"' in json.dumps(task.body) and "maxLength" not in json.dumps(unbounded[name].body)
         assert schemas.unbounded(task.body["response_format"]) == unbounded[name].body["response_format"]
+
+
+def test_a_part_measured_alone_leaves_the_other_with_its_own_date():
+    stored = {"date": "2026-01-01", "commit": "a", "cpu": "x", "edits": [1], "structured": [2]}
+    first = {"date": "2026-02-02", "commit": "b", "cpu": "x", "structured": [3]}
+    first["runs"] = {"structured": {"date": "2026-02-02", "commit": "b"}}
+    results = measure.with_stored_parts(first, stored)
+    assert (results["edits"], results["structured"], results["date"]) == ([1], [3], "2026-02-02")
+    dates = {part: run["date"] for part, run in results["runs"].items()}
+    assert dates == {"edits": "2026-01-01", "structured": "2026-02-02"}
+    again = {**first, "date": "2026-03-03", "runs": {"structured": {"date": "2026-03-03", "commit": "c"}}}
+    runs = measure.with_stored_parts(again, results)["runs"]
+    assert [runs[part]["date"] for part in ("edits", "structured")] == ["2026-01-01", "2026-03-03"]
