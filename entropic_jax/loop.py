@@ -141,7 +141,7 @@ def schedule(controller: Controller, state: State, emitted: jax.Array) -> State:
         The state with the next action.
     """
     signal = SchedulingSignal(
-        *state.signal, emitting=emitted, runnable=state.status == RUNNING, length=state.length
+        *state.measured, emitting=emitted, runnable=state.status == RUNNING, length=state.length
     )
     action, law_state = control.schedule_rows(controller, signal, state.action, state.control)
     return state._replace(action=action, control=law_state)

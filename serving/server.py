@@ -10,7 +10,8 @@ import sys
 
 if __name__ == "__main__":
     if not __package__:  # run as a file: import from the checkout, not from this folder
-        sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+        folder = os.path.dirname(os.path.abspath(__file__))
+        sys.path[:] = [os.path.dirname(folder), *(path for path in sys.path if path != folder)]
 
     from entropic_jax.serving.cli import main
 

@@ -61,7 +61,7 @@ def test_main_packages_have_module_tables():
     engine_side = {"serving/engine", "serving/http", "serving/options", "serving/commands"}
     engine_side |= {"serving/http/routes", "serving/http/protocol", "serving/llm"}
     core = {"methods", "pallas", "attention", "sampling", "control", "speculation", "phases", "state"}
-    core = {f"entropic_jax/{name}" for name in core}
+    core = {f"entropic_jax/{name}" for name in (*core, "parameter_tables", "pallas/paged_attention")}
     assert {"entropic_jax", "models", "serving"} | engine_side | core <= tables
 
 

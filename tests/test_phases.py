@@ -190,7 +190,7 @@ def test_a_trace_has_what_the_step_read_and_what_its_token_was():
     after = state_of(
         2,
         token=jnp.array([3, 4], jnp.int32),
-        signal=unmeasured(2)._replace(entropy=jnp.array([0.5, 1.5])),
+        measured=unmeasured(2)._replace(entropy=jnp.array([0.5, 1.5])),
         action=plain_action(jnp.array([0.7, 0.9])),
         ledger=ledger.new_ledger(2)._replace(entropic_time=jnp.array([2.0, 3.0])),
     )
@@ -224,9 +224,9 @@ def test_what_shards_read_is_added_but_for_a_mean_and_a_bound(monkeypatch):
 def test_the_surprisal_of_a_row_is_that_of_the_last_token_of_its_chunk():
     logits = jnp.asarray(np.random.default_rng(0).standard_normal((3, 4, 9)), jnp.float32)
     following = jnp.array([[1, 2, 3, 4], [5, 6, 7, 8], [0, 1, 2, 3]], jnp.int32)
-    signal = unmeasured(3)._replace(surprisal=jnp.array([7.0, 8.0, 9.0]))
-    view = state_of(3, signal=signal, cache=with_fields(Cache))
+    measured = unmeasured(3)._replace(surprisal=jnp.array([7.0, 8.0, 9.0]))
+    view = state_of(3, measured=measured, cache=with_fields(Cache))
     count = jnp.array([4, 2, 0], jnp.int32)
     after = prefill._keep_surprisal(view, logits, following, jnp.zeros(3, jnp.int32), count)
     exact = -np.asarray(jax.nn.log_softmax(logits), np.float64)
-    np.testing.assert_allclose(after.signal.surprisal, [exact[0, 3, 4], exact[1, 1, 6], 9.0], rtol=1e-5)
+    np.testing.assert_allclose(after.measured.surprisal, [exact[0, 3, 4], exact[1, 1, 6], 9.0], rtol=1e-5)

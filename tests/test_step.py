@@ -85,7 +85,7 @@ def test_a_narrow_step_gives_every_row_the_tokens_of_a_wide_one(width):
     assert narrow == wide
     for name in ("token", "length", "status", "history", "seed"):
         chex.assert_trees_all_equal(getattr(state, name), getattr(wide_state, name))
-    chex.assert_trees_all_close(state.signal, wide_state.signal, rtol=1e-4, atol=1e-4)
+    chex.assert_trees_all_close(state.measured, wide_state.measured, rtol=1e-4, atol=1e-4)
     chex.assert_trees_all_close(state.ledger.entropic_time, wide_state.ledger.entropic_time, rtol=1e-4)
 
 
@@ -180,7 +180,7 @@ def test_a_row_that_emits_nothing_keeps_what_it_measured_and_what_it_obeys():
     assert after.status.tolist() == [RUNNING, FAILED, RUNNING, RUNNING]
     for row in (1, 2):
         kept = lambda x, row=row: np.asarray(x)[row]
-        for name in ("signal", "control", "token", "history"):
+        for name in ("measured", "control", "token", "history"):
             before = jax.tree.map(kept, getattr(waiting, name))
             chex.assert_trees_all_equal(before, jax.tree.map(kept, getattr(after, name)))
         assert after.action.temperature[row] == waiting.action.temperature[row]

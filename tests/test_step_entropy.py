@@ -34,7 +34,7 @@ def traced(controller, **options):
     state = tiny.begin(texts, controller=controller, max_tokens=STEPS, **options)
     m = tiny.model()
     state, trace = generate(m.decoder, m.params, controller, state, STEPS, capacity=STEPS)
-    return jax.device_get((trace, state.signal))
+    return jax.device_get((trace, state.measured))
 
 
 @pytest.mark.slow

@@ -118,7 +118,7 @@ def along_text(subject: Subject, law: Any, state: Any, texts: np.ndarray) -> dic
     Args:
         subject: the model.
         law: the temperature law.
-        state: the state that has read the prompts.
+        state: the state after the prefill of the prompts.
         texts: int32 `[rows, PROMPT + REPLAYED]`.
     """
     begun, tokens = ablation.resume(state, law), jnp.asarray(texts[:, PROMPT:])

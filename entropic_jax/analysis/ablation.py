@@ -43,7 +43,7 @@ def prefill(
     seed: int = 0,
     page_information: bool = False,
 ) -> State:
-    """A state that has read the prompts and has room for `tokens` more of each, under no control.
+    """A state after the prefill of the prompts, with room for `tokens` more of each, under no control.
 
     Args:
         subject: the model.

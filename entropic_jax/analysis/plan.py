@@ -190,7 +190,7 @@ def from_shapes(
     total = Collective("all-reduce", (hidden,), math.prod(hidden) * itemsize)
     exchange = Collective("all-to-all", ((sampled, vocabulary),), sampled * vocabulary * 4)
     # The shapes of `phases.emission.Decision`, whose flag is sent as an integer like the status.
-    decision = state.status, state.token, state.signal, state.action, state.control
+    decision = state.status, state.token, state.measured, state.action, state.control
     gathered = [
         Collective("all-gather", ((sampled * devices, size),), sampled * devices * size * 4)
         for size in numbers_by_type(decision).values()

@@ -250,7 +250,7 @@ def backtrack(search: SearchState, plan: SearchPlan, max_sequences: int | None =
             latest=history.latest.at[emptied].set(-1, mode="drop"),
             number=history.number - num_gone,
         ),
-        signal=state.signal._replace(entropy=keep(at(text.entropy), state.signal.entropy)),
+        measured=state.measured._replace(entropy=keep(at(text.entropy), state.measured.entropy)),
         ledger=state.ledger._replace(entropic_time=keep(at(text.entropic_time), state.ledger.entropic_time)),
         control=_with_memory(
             state.control, law_state._replace(banned_token=keep(first, law_state.banned_token))
@@ -338,7 +338,7 @@ def branch(search: SearchState, plan: SearchPlan, max_sequences: int | None = No
         history=history._replace(
             generated=counted, latest=history.latest.at[row, place].set(token, mode="drop")
         ),
-        signal=state.signal._replace(surprisal=jnp.where(new, -score, state.signal.surprisal)),
+        measured=state.measured._replace(surprisal=jnp.where(new, -score, state.measured.surprisal)),
         ledger=ledger._replace(
             flops=zero(ledger.flops), bytes_read=zero(ledger.bytes_read), seconds=zero(ledger.seconds)
         ),
@@ -352,8 +352,8 @@ def branch(search: SearchState, plan: SearchPlan, max_sequences: int | None = No
         state=state,
         text=text,
         alive=jnp.where(by_row, new | (row % k == 0), search.alive),
-        first_log_probability=begin(-state.signal.surprisal, search.first_log_probability),
-        total_log_probability=begin(-state.signal.surprisal, search.total_log_probability),
+        first_log_probability=begin(-state.measured.surprisal, search.first_log_probability),
+        total_log_probability=begin(-state.measured.surprisal, search.total_log_probability),
         num_tokens=begin(1, search.num_tokens),
         fork_entropic_time=begin(state.ledger.entropic_time, search.fork_entropic_time),
         uncertain_position=search.uncertain_position[source],

@@ -128,7 +128,7 @@ class SamplingParams(Table):
     )
     repetition_penalty: float = parameter(
         1.0,
-        Number(float, 0, _LARGE, above_low=True),
+        Number(float, 1 / _LARGE, _LARGE),
         "divides the logits of tokens in the prompt or the text; 1 is off",
         scope=DEVICE,
     )
@@ -234,15 +234,16 @@ def normal_seed(seed: int | None) -> int | None:
     return None if seed is None or seed == RANDOM_SEED else seed % 2**31
 
 
-def check_min_tokens(min_tokens: int, max_tokens: int) -> None:
+def check_min_tokens(min_tokens: int, max_tokens: int, limit: str = "max_tokens") -> None:
     """Raises ParameterError if a text must have more tokens than it may have.
 
     Args:
         min_tokens: as `SamplingParams` has it.
         max_tokens: as `SamplingParams` has it, or 0.
+        limit: the user's name for `max_tokens`.
     """
     if min_tokens > max_tokens:
-        message = f"min_tokens must be at most max_tokens, {max_tokens}; got {min_tokens}"
+        message = f"min_tokens must be at most {limit}, {max_tokens}; got {min_tokens}"
         raise ParameterError(message, "min_tokens")
 
 

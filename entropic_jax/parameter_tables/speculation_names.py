@@ -122,7 +122,7 @@ def read_config(config: Any) -> tuple[str, int | None]:
     if isinstance(config, str):
         try:
             config = json.loads(config)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ParameterError(f"{name} must be a JSON object; got {short(config)}", name) from None
     if not isinstance(config, Mapping):
         raise ParameterError(f"{name} must be a mapping with the key method; got {short(config)}", name)

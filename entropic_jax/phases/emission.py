@@ -82,12 +82,12 @@ def emit(
     )
     after = before._replace(
         token=decision.token,
-        signal=decision.measured,
+        measured=decision.measured,
         action=decision.action,
         control=decision.control,
     )
     after = advance(batch, after, decision.emitting, constraints)
-    entropies = before.signal.entropy, after.signal.entropy
+    entropies = before.measured.entropy, after.measured.entropy
     after = after._replace(ledger=ledger.add_step(after.ledger, *entropies, decision.emitting, cost))
     return after, trace_of(before, after, forward, decision, cost)
 
@@ -116,8 +116,8 @@ def decide(
     logits = process(raw, state, constraints)
     belief, tempered = measure(logits, batch)
     emitting = batch.active & jnp.isfinite(belief.entropy)
-    measured = measurements(belief, tempered, state.signal.surprisal, dropped_mass)
-    signal = observe(batch, where_rows(emitting, measured, state.signal), emitting, logits, focus)
+    measured = measurements(belief, tempered, state.measured.surprisal, dropped_mass)
+    signal = observe(batch, where_rows(emitting, measured, state.measured), emitting, logits, focus)
     action, law_state = control.update_rows(controller, signal, state.action, state.control)
     token = jnp.where(emitting, choose(logits, batch, action, forced, constraints), state.token)
     measured = measure_token(batch, logits, belief, tempered, action, token, dropped_mass)
@@ -127,7 +127,7 @@ def decide(
     return Decision(
         emitting,
         token,
-        where_rows(emitting, measured, state.signal),
+        where_rows(emitting, measured, state.measured),
         action._replace(token=state.action.token),
         law_state,
         likeliest,
@@ -306,11 +306,11 @@ def trace_of(
         decision: what the logits have decided, the log-probabilities among it.
         cost: the cost of the step.
     """
-    read, zero = forward.read, jnp.zeros_like(after.signal.entropy)
+    read, zero = forward.read, jnp.zeros_like(after.measured.entropy)
     return Trace(
         emitted=decision.emitting,
         token=after.token,
-        **after.signal._asdict(),
+        **after.measured._asdict(),
         temperature=after.action.temperature,
         dropped_mass_limit=before.action.dropped_mass_limit,
         kept_fraction=zero + read.positions / jnp.maximum(read.held, 1.0),

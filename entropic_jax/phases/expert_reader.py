@@ -40,13 +40,13 @@ class ExpertReader:
     """
 
     def __init__(self, policy: Any, state: State) -> None:
-        self.policy, self.signal, self.length = policy, state.signal, state.length
+        self.policy, self.measured, self.length = policy, state.measured, state.length
         self._counts: list[jax.Array] = []
         self._most = 0
 
     def __call__(self, probability: jax.Array, most: int) -> jax.Array:
         """The number of experts that each row reads in the next layer, int32 `[rows]`, from 1 to `most`."""
-        number = self.policy.num_experts(probability, len(self._counts), self.signal, self.length)
+        number = self.policy.num_experts(probability, len(self._counts), self.measured, self.length)
         count = jnp.clip(jnp.asarray(number, jnp.int32), 1, most)
         self._counts.append(count)
         self._most += most

@@ -121,7 +121,7 @@ def decode(decoder: Decoder, params: Any, batch: Batch, observes: Any) -> tuple[
         The batch with the cache as written, and the logits with what was read.
     """
     state, count = batch.state, batch.active.astype(jnp.int32)
-    cache = note_surprisal(state.cache, state.length, count, state.signal.surprisal[:, None])
+    cache = note_surprisal(state.cache, state.length, count, state.measured.surprisal[:, None])
     reader = None
     if state.page_policy is not None:
         limit, memory, age = state.action.dropped_mass_limit, state.page_policy_state, state.ledger.steps

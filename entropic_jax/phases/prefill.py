@@ -178,7 +178,7 @@ def _rows_without_prompt(
         belief_temperature=jnp.asarray(belief_temperature, jnp.float32),
         sampling=sample,
         history=sampling.history(rows, vocabulary),
-        signal=unmeasured(rows),
+        measured=unmeasured(rows),
         action=action,
         control=law_state,
         page_policy=None,
@@ -386,10 +386,10 @@ def _keep_surprisal(
 ) -> State:
     """Adds the surprisals of a chunk's tokens to their pages; the first is known from the chunk before."""
     scores = entropy.surprisal(logits, following, entropy.entropy_statistics(logits).log_normaliser)
-    of_chunk = jnp.concatenate([view.signal.surprisal[:, None], scores[:, :-1]], 1)
+    of_chunk = jnp.concatenate([view.measured.surprisal[:, None], scores[:, :-1]], 1)
     last = jnp.take_along_axis(scores, jnp.maximum(num_tokens - 1, 0)[:, None], 1)[:, 0]
-    surprisal = jnp.where(num_tokens > 0, last, view.signal.surprisal)
+    surprisal = jnp.where(num_tokens > 0, last, view.measured.surprisal)
     return view._replace(
         cache=note_surprisal(view.cache, start, num_tokens, of_chunk),
-        signal=view.signal._replace(surprisal=surprisal),
+        measured=view.measured._replace(surprisal=surprisal),
     )

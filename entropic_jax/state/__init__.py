@@ -169,7 +169,7 @@ class State(NamedTuple):
     belief_temperature: jax.Array  # float32 [], T_cal: H₁ is the entropy of softmax(z / T_cal)
     sampling: Sampling
     history: History
-    signal: Measured
+    measured: Measured
     action: Action
     control: Any  # state of the controller: any pytree of arrays [rows, …] and `row_subset.Shared` values
     page_policy: Any  # a static `PagePolicy` (a higher layer defines it, hence `Any`); None reads every page
@@ -188,11 +188,14 @@ class State(NamedTuple):
 # The fields of `State` whose arrays have one entry per row, apart from what is `row_subset.Shared` in them.
 ROW_FIELDS = (
     *("seed", "token", "length", "evicted", "limit", "status", "stop", "sampling", "history"),
-    *("signal", "action", "control", "text", "speculation", "page_policy_state", "ledger", "adapter"),
+    *("measured", "action", "control", "text", "speculation", "page_policy_state", "ledger", "adapter"),
     "features",
 )
 # The fields that the emission of a token changes, apart from `text`.
-EMITTED_FIELDS = ("token", "length", "status", "history", "signal", "action", "control", "ledger", "features")
+EMITTED_FIELDS = (
+    *("token", "length", "status", "history"),
+    *("measured", "action", "control", "ledger", "features"),
+)
 
 
 class Trace(NamedTuple):

@@ -167,7 +167,7 @@ def prefill_seconds(
     bytes_per_cache: int | float,
     hardware: Hardware,
 ) -> float:
-    """The cost of reading a prompt of n tokens alone with dense attention, in roofline seconds.
+    """The cost of the prefill of a prompt of n tokens alone with dense attention, in roofline seconds.
 
         FLOPs = 2 W n + 4 d g · layers · KV heads · n (n + 1) / 2,   bytes = b_W · W(n) + 2 d b_KV · held
 

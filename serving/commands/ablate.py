@@ -74,6 +74,8 @@ def run(options: argparse.Namespace) -> int:
         raise RequestError(f"--seeds must be an integer of at least 1; got {options.seeds}")
     workload = _workload(options)
     longest = min(len(workload.stream) - 1, workload.subject.decoder.config.longest_context)
+    if longest < SHORTEST:
+        raise RequestError(f"--text must have more than {SHORTEST} tokens; got {len(workload.stream)}")
     for context in options.contexts:
         if not SHORTEST <= context <= longest:
             raise RequestError(

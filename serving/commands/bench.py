@@ -124,7 +124,9 @@ def _add_prompts(prompts: argparse._ArgumentGroup) -> None:
 
 def _add_outputs(runs: argparse._ArgumentGroup) -> None:
     runs.add_argument("--compare", metavar="URL", help="run a second server alternately, and compare the two")
-    runs.add_argument("--repeat", type=_positive, default=1, metavar="INT", help="runs of each server")
+    runs.add_argument(
+        "--repeat", type=_positive, default=1, metavar="INT", help="runs of each server (default: 1)"
+    )
     runs.add_argument(
         "--slo",
         metavar="BOUNDS",

@@ -148,7 +148,7 @@ class Session:
             for piece in pieces:
                 writer.write(piece)
                 if piece.finish_reason == "length":
-                    note = "ended by the limit of tokens"
+                    note = "ended at max_tokens"
         except KeyboardInterrupt:
             if not self.interactive:
                 raise

@@ -74,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill-budget",
         type=positive,
         metavar="INT",
-        help="the base budget, in tokens, for --calibrate; with --table, the tokens a head on average "
+        help="the base budget, in tokens, for --calibrate; with --table, the mean of all heads "
         f"(default: {BASE}; with --table: {NEED_BUDGET})",
     )
 

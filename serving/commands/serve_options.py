@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import Any, get_args
 
-from entropic_jax.parameter_tables.table import Number
+from entropic_jax.parameter_tables.table import Number, short
 
 from ..http.rate_limit import RateLimit
 from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
-from ..options.option_types import ROWS, num_bytes, number, positive, string
+from ..options.option_types import DEFAULT_ROWS, ROWS, num_bytes, number, positive, string
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
@@ -48,7 +48,8 @@ def _model(group: argparse._ArgumentGroup) -> None:
     model_options.add_dtype(group)
     model_options.add_quantization(group)
     model_options.add_parse_special(group)
-    group.add_argument("--max-model-len", type=positive, metavar="INT", help="most tokens of a sequence")
+    text = "most tokens of a sequence (default: the model's longest context)"
+    group.add_argument("--max-model-len", type=positive, metavar="INT", help=text)
     group.add_argument(
         "--chat-template",
         metavar="FILE",
@@ -183,10 +184,10 @@ def _adapters(group: argparse._ArgumentGroup) -> None:
 
 
 def _engine(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--max-num-seqs", type=number(ROWS), metavar="INT", help="sequences that run at once")
-    group.add_argument(
-        "--max-num-batched-tokens", type=positive, metavar="INT", help="token budget of a prefill step"
-    )
+    text = f"sequences that run at once (default: {DEFAULT_ROWS})"
+    group.add_argument("--max-num-seqs", type=number(ROWS), metavar="INT", help=text)
+    text = "token budget of a prefill step (default: 512 on a CPU, 2048 elsewhere)"
+    group.add_argument("--max-num-batched-tokens", type=positive, metavar="INT", help=text)
     group.add_argument(
         "--enable-chunked-prefill",
         action=argparse.BooleanOptionalAction,
@@ -195,7 +196,8 @@ def _engine(group: argparse._ArgumentGroup) -> None:
     )
     parallelism.add_arguments(group)
     processes.add_arguments(group)
-    group.add_argument("--block-size", type=positive, metavar="INT", help="tokens of a KV cache page")
+    text = "tokens of a KV cache page (default: by the device and the method)"
+    group.add_argument("--block-size", type=positive, metavar="INT", help=text)
     kv_cache.add_argument(group)
     group.add_argument(
         "--kv-cache-bytes",
@@ -345,11 +347,11 @@ def _files(group: argparse._ArgumentGroup) -> None:
 def _resources(text: str) -> dict[str, Any]:
     try:
         resources = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         resources = None
     if isinstance(resources, dict) and resources.keys() <= set(RESOURCES):
         return resources
-    raise argparse.ArgumentTypeError(f"must be a JSON object with {', '.join(RESOURCES)}; got {text}")
+    raise argparse.ArgumentTypeError(f"must be a JSON object with {', '.join(RESOURCES)}; got {short(text)}")
 
 
 def _api_key(text: str) -> str:
@@ -359,13 +361,19 @@ def _api_key(text: str) -> str:
 
 
 def _origins(text: str) -> tuple[str, ...]:
+    """Origins in a JSON list, or separated by commas.
+
+    >>> _origins("https://example.org,*"), _origins('["https://example.org"]')
+    (('https://example.org', '*'), ('https://example.org',))
+    """
     try:
-        origins = json.loads(text)
-    except ValueError:
-        origins = text.split(",")
+        origins = json.loads(text) if text.lstrip()[:1] in tuple('[{"') else text.split(",")
+    except (ValueError, RecursionError):
+        origins = None
     if isinstance(origins, list) and all(isinstance(origin, str) and origin for origin in origins):
         return tuple(origins)
-    raise argparse.ArgumentTypeError(f'must be a JSON list, as ["https://example.org"]; got {text}')
+    accepted = 'origins separated by commas, or a JSON list, as ["https://example.org"]'
+    raise argparse.ArgumentTypeError(f"must be {accepted}; got {short(text)}")
 
 
 def rate_limit(text: str) -> RateLimit:

@@ -146,5 +146,5 @@ def show(prompt: str, tokens: Iterable[Token], console: Console, note: str = "")
             screen.add(token)
             reason = token.finish_reason
         if reason == "length":
-            screen.note = " · ".join(filter(None, (note, "ended by the limit of tokens")))
+            screen.note = " · ".join(filter(None, (note, "ended at max_tokens")))
     return reason

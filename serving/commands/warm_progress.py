@@ -30,4 +30,4 @@ class WarmProgress:
         if done >= programs:
             self.bar.stop()
             seconds = round(time.monotonic() - self.begun, 1)
-            logger.info("warm", extra={"programs": programs, "seconds": seconds})
+            logger.info("warm-up complete", extra={"programs": programs, "seconds": seconds})

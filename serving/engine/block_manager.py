@@ -124,7 +124,7 @@ class BlockManager:
 
         Args:
             row: the row that holds them.
-            hashes: the hashes of its first full pages.
+            hashes: the hashes of its first full pages, at least as many as in the call before.
             table: int `[pages per row]`, its page table.
             updates: where the pages that the cache keeps are retained.
         """
@@ -136,7 +136,7 @@ class BlockManager:
                 updates.retained_pages.append(page)
                 self.acquired[row].append(hashes[index])
                 self.cached[row] += 1
-        self.offered[row] = max(self.offered[row], len(hashes))
+        self.offered[row] = len(hashes)
 
     def reset_prefix_cache(self, updates: StateUpdates) -> PrefixCacheReset:
         """Evict every cached page that no row uses; `updates` is where they are released."""

@@ -116,7 +116,7 @@ def cache_size(model: models.Model, sizes: Sizes, dtype: Any) -> dict[str, Any]:
     return {
         "pages": sizes.pages,
         "tokens": sizes.pages * sizes.page_size,
-        "gibibytes": gibibytes(sizes.pages * of_page),
+        "size": gibibytes(sizes.pages * of_page),
         "dtype": str(dtype),
         "decode_context_parallel_size": shape.page_shards,
     }

@@ -37,7 +37,7 @@ NUM_INTEGERS = 7 + len(INT_PARAMS)
 
 
 Array = Any  # a NumPy array on the host, a JAX array in a program
-SAVED_FIELDS = ("history", "signal", "action", "control", "ledger", "speculation")
+SAVED_FIELDS = ("history", "measured", "action", "control", "ledger", "speculation")
 
 
 class DeviceState(NamedTuple):

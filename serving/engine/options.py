@@ -21,7 +21,7 @@ from ..options import control_options, lora, parallelism, prefill_options, specu
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
-from ..options.option_types import ROWS
+from ..options.option_types import DEFAULT_ROWS, ROWS
 from .launch_shapes import chunk_shapes, widths
 from .program_shapes import Shapes
 
@@ -50,7 +50,7 @@ class EngineOptions:
     dtype: str | None = None  # of the weights, and of the KV cache with `kv_cache_dtype` auto; None is "auto"
     quantization: str | None = None  # of the weights, as `--quantization`; None keeps their dtype
     kv_cache_dtype: KvCacheDtype = "auto"
-    max_num_seqs: int = 64  # rows: sequences that run at once
+    max_num_seqs: int = DEFAULT_ROWS  # rows: sequences that run at once
     max_model_len: int | None = None  # positions of a sequence, prompt and continuation
     max_num_batched_tokens: int | None = None  # token budget: prompt tokens of one prefill chunk
     enable_chunked_prefill: bool = True  # False: a prompt is one chunk, as far as the budget allows

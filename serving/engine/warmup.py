@@ -25,7 +25,7 @@ class CompilationCount:
     """Progress of the warm-up for a user who waits; the engine's `progress`, called after each program."""
 
     def __init__(self, notice: Notice = notice) -> None:
-        self.left, self._notice = 0, notice
+        self.left, self.notice = 0, notice
 
     def __call__(self, done: int, total: int) -> None:
         """Count what is left of the warm-up."""
@@ -34,9 +34,9 @@ class CompilationCount:
     @property
     def doing(self) -> str:
         """What is being compiled; "" for nothing. Without a warm-up, it is not known how many are left."""
-        if not self._notice.running:
+        if not self.notice.running:
             return ""
-        return f"compiling, {self.left} left" if self.left else f"compiling program {self._notice.ended + 1}"
+        return f"compiling, {self.left} left" if self.left else f"compiling program {self.notice.ended + 1}"
 
 
 class Warmup:

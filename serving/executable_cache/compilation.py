@@ -21,7 +21,7 @@ class Notice:
     def __init__(self) -> None:
         self.running = self.ended = 0
         self._lock = threading.Lock()
-        self._said = self._watching = False
+        self._said = self._printed = self._watching = False
         self._seconds = 0.0
 
     def watch(self) -> None:
@@ -44,7 +44,14 @@ class Notice:
         if said:
             return
         LOG.info(NOTICE)
-        if not LOG.isEnabledFor(logging.INFO) and sys.stderr.isatty():
+        if sys.stderr.isatty():
+            self.print()
+
+    def print(self) -> None:
+        """Write it to standard error, unless the log or standard error has it."""
+        with self._lock:
+            printed, self._printed = self._printed, True
+        if not printed and not LOG.isEnabledFor(logging.INFO):
             print(f"entropic_jax: {NOTICE}", file=sys.stderr, flush=True)
 
     @contextmanager

@@ -9,7 +9,10 @@ from ..engine.warmup import CompilationCount
 
 
 class GenerationBar:
-    """A progress bar on standard error, if it is a terminal. A context manager."""
+    """A progress bar on standard error, if it is a terminal; elsewhere one line if programs are compiled.
+
+    A context manager.
+    """
 
     def __init__(self, total: int, shown: bool, compiled: CompilationCount) -> None:
         """A bar without an end.
@@ -22,6 +25,7 @@ class GenerationBar:
         console = Console(stderr=True)
         columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
         hidden = not (shown and console.is_terminal)
+        self._says_once = shown and hidden
         self._bar = Progress(*columns, TimeRemainingColumn(), console=console, disable=hidden)
         self._task, self._tokens = self._bar.add_task("generating", total=total, rate=""), 0
         self._compiled = compiled
@@ -42,6 +46,8 @@ class GenerationBar:
 
     def update(self) -> None:
         """Say what the engine does."""
+        if self._says_once and self._compiled.doing:
+            self._compiled.notice.print()
         self._bar.update(self._task, description=self.doing)
 
     def advance(self, tokens: int) -> None:

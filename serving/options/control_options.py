@@ -126,7 +126,7 @@ def _add_gains(group: "argparse._ArgumentGroup", names: Sequence[str]) -> None:
     """Declare an option for each of these gains, None by default."""
     for name in names:
         line = GAINS[name]
-        flag, unit = f"--{name.replace('_', '-')}", f" in {line.unit}" if line.unit else ""
+        flag, unit = f"--{name.replace('_', '-')}", f" ({line.unit})" if line.unit else ""
         auto = ", or auto: from calibration.json" if name in CALIBRATED else ""
         default = "none" if line.default is None else line.default
         text = f"{line.help}{unit}{auto} (default: {default})"

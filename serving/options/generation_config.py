@@ -29,7 +29,7 @@ def override(text: str) -> dict[str, Any]:
     """
     try:
         values = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not isinstance(values, dict):
         raise RequestError(f'{OVERRIDE} must be a JSON object, as {{"temperature": 0.6}}; got {short(text)}')

@@ -54,7 +54,7 @@ def module(text: str) -> LoRAModule:
     if text.startswith("{"):
         try:
             stated = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise argparse.ArgumentTypeError(f"must be NAME=PATH or a JSON object; {error}") from None
         if not isinstance(stated, dict) or stated.keys() - {"name", "path", "base_model_name"}:
             raise argparse.ArgumentTypeError(f"must have the fields name and path; got {short(text)}")

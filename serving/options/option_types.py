@@ -78,4 +78,5 @@ positive = number(Number(int, 1, LARGEST_INT))
 num_bytes = number(Number(int, 1, 2**63 - 1))
 """The conversion to a size in bytes."""
 ROWS = Number(int, 1, 4096)
+DEFAULT_ROWS = 64  # sequences that an engine runs at once
 """Sequences that run at once: far more than a device serves well."""

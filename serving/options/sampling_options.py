@@ -68,9 +68,9 @@ def _help(line: Parameter) -> str:
 
 
 def _token(text: str) -> int:
-    if text.isascii() and text.isdecimal():
+    if text.isascii() and text.isdecimal() and len(text) < 20:
         return int(text)
-    raise argparse.ArgumentTypeError(f"must be a token id; got {text}")
+    raise argparse.ArgumentTypeError(f"must be a token id; got {text[:60]}")
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -183,7 +183,7 @@ def test_a_full_budget_is_dense(kind):
 def test_generation_goes_on_as_long_as_it_was_to(kind):
     out, state = run(started(Method(compression=KINDS[kind])))
     assert [len(x) for x in out] == [39, 39]
-    assert np.isfinite(np.asarray(state.signal.entropy)).all()
+    assert np.isfinite(np.asarray(state.measured.entropy)).all()
     pool_of.check(state.cache)
     assert (np.asarray(state.evicted) > 0).all()
     assert (np.asarray(state.length + state.evicted) == [128, 79]).all()

@@ -382,7 +382,7 @@ def test_kept_logits_have_unit_gradient():
         (dict(min_p=1.1), "min_p must be .*; got 1.1"),
         (dict(typical_p=-0.1), "typical_p must be .*; got -0.1"),
         (dict(top_n_sigma=-1), "top_n_sigma must be a number between 0 and 1000; got -1"),
-        (dict(repetition_penalty=0.0), "repetition_penalty must be a number above 0 and at most 1000; got 0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty must be a number between 0.001 and 1000; got 0"),
         (dict(presence_penalty=float("inf")), "presence_penalty must be .*; got inf"),
         (dict(logit_bias={-1: 1.0}), r"logit_bias must be .*; got \{-1: 1.0\}"),
         (dict(logit_bias={1: float("inf")}), r"logit_bias must be .*; got \{1: inf\}"),

@@ -25,7 +25,7 @@ def broken(directory, tmp_path_factory) -> str:
 
 @pytest.mark.slow
 def test_json_of_one_request(entropic, broken):
-    status, out, err = entropic("generate", "--model", broken, "--prompt", "x", "--json")
+    status, out, err = entropic("generate", "--model", broken, "--prompt", "x", "--json", "--preset", "off")
     tree = json.loads(out)
     assert (status, tree["finish_reason"], tree["token_ids"], tree["error"]) == (1, "error", [], ERROR)
     assert ERROR in err and "Traceback" not in err

@@ -142,7 +142,7 @@ def test_tokens_have_the_colour_of_their_entropy(monkeypatch):
     pieces = [Piece("calm", 0.1), Piece(" wild\x1b[2J", 9.0), Piece("", finish_reason="length")]
     text = drawn(pieces)
     assert "\x1b[38;2;224;0;148m wild␛[2J".replace("␛", "\u241b") in text and "calm" in text
-    assert "mean entropy 4.55 nats · ended by the limit of tokens" in text
+    assert "mean entropy 4.55 nats · ended at max_tokens" in text
     for entropy in (1.0, 3.0, 9.0):
         assert "\x1b[38;5;" in drawn([Piece("x", entropy)], color_system="256")
     monkeypatch.setenv("NO_COLOR", "1")

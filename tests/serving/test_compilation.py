@@ -103,6 +103,19 @@ def test_the_bar_says_that_programs_are_being_compiled_and_how_many_are_left(mon
     assert "generating" in stream.getvalue() and "1/2" in stream.getvalue()
 
 
+def test_without_a_terminal_one_line_says_that_programs_are_being_compiled(monkeypatch):
+    notice = Notice()
+    monkeypatch.setattr(compilation, "notice", notice)
+    monkeypatch.setattr("sys.stderr", stream := io.StringIO())
+    for shown in (False, True, True):
+        with GenerationBar(1, shown, CompilationCount(notice)) as bar:
+            bar.update()
+            with notice.compiling():
+                bar.update()
+                bar.update()
+        assert stream.getvalue() == (f"entropic_jax: {compilation.NOTICE}\n" if shown else "")
+
+
 def test_a_hidden_bar_writes_nothing(monkeypatch):
     monkeypatch.setattr("sys.stderr", stream := Terminal())
     with GenerationBar(1, False, CompilationCount(Notice())) as bar:

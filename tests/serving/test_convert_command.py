@@ -8,7 +8,17 @@ import pytest
 
 from entropic_jax.serving.options.model import computing_dtype, converted_dtype
 
-PROMPT = ("--prompt", "def f(x):", "--max-tokens", "12", "--ignore-eos", "--temperature", "0")
+PROMPT = (
+    "--prompt",
+    "def f(x):",
+    "--max-tokens",
+    "12",
+    "--ignore-eos",
+    "--temperature",
+    "0",
+    "--preset",
+    "off",
+)
 
 
 @pytest.fixture

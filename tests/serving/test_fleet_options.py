@@ -42,7 +42,7 @@ def fails(capsys, *arguments: str) -> str:
         (["--replicas", "2", "--port", "0"], "--port must be at least 1 with --replicas; got 0"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas must be at least --replicas, 3; got 2"),
         (["--replica-resources", "[1]"], "--replica-resources must be a JSON object with num_cpus"),
-        (["--replica-resources", '{"cpus": 1}'], 'got {"cpus": 1}'),
+        (["--replica-resources", '{"cpus": 1}'], """got '{"cpus": 1}'"""),
         (["--work-per-replica", "0"], "--work-per-replica"),
         (["--replicas", "2", "--chat-template", "gone.jinja"], "--chat-template"),
     ],

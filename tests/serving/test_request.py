@@ -35,7 +35,7 @@ def test_no_number_is_refused(line, value):
         ("top_k", 1.5, "an integer between -1 and 2147483647"),
         ("max_tokens", 0, "an integer between 1 and 2147483647"),
         ("seed", 2**63, "an integer between -9223372036854775808 and 9223372036854775807"),
-        ("repetition_penalty", 0.0, "a number above 0 and at most 1000"),
+        ("repetition_penalty", 0.0, "a number between 0.001 and 1000"),
     ],
 )
 def test_out_of_range_names_value_and_range(name, value, accepted):

@@ -93,7 +93,7 @@ def test_no_color(monkeypatch):
 def test_the_end_by_limit_is_said():
     out = console()
     assert show("", tokens(("x", 2.0), reason="length"), out) == "length"
-    assert "ended by the limit of tokens" in out.file.getvalue()
+    assert "ended at max_tokens" in out.file.getvalue()
 
 
 def test_finished_lines_are_written_once():

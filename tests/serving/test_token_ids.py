@@ -41,7 +41,7 @@ def test_a_line_of_a_batch_with_such_a_token_id_fails_alone(entropic, directory,
 
 @pytest.fixture(scope="module")
 def llm():
-    with LLM(shallow_model(), seed=0, **SIZES) as llm:
+    with LLM(shallow_model(), preset="off", seed=0, **SIZES) as llm:
         yield llm
 
 

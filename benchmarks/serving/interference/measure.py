@@ -56,7 +56,7 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
     first = [1000 * (o.chunks[0][0] - o.due) for o in texts if o.chunks]
     prefill = [latency(o) for o in prompts if o.error is None]
     results |= {
-        "pauses while reading": gaps[True],
+        "pauses during prefill": gaps[True],
         "other pauses": gaps[False],
         "first token": first,
         "long prompts": prefill,

@@ -29,7 +29,7 @@ def verdicts(results: dict[str, Any]) -> list[tuple[str, bool, str]]:
     """Each target, whether it held, and the figures."""
     measured = results["arms"][CHUNKED]
     alone, beside = level(measured["alone"], 95), level(measured["beside"], 95)
-    p50, p99 = (level(measured["pauses while reading"], percent) for percent in (50, 99))
+    p50, p99 = (level(measured["pauses during prefill"], percent) for percent in (50, 99))
     return [
         (
             f"p95 of a small request beside hard input within {TARGET:g} times of it alone",
@@ -65,7 +65,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
         small = [["alone", *cells(measured["alone"]), ""]]
         small += [["beside hard input", *cells(measured["beside"]), _statuses(answers)]]
         shown.append(("Milliseconds of a small request", ["", *header, "answers to hard input"], small))
-    kinds = ("pauses while reading", "other pauses", "first token", "long prompts")
+    kinds = ("pauses during prefill", "other pauses", "first token", "long prompts")
     rows = [[name, kind, *cells(arm[kind])] for name, arm in arms.items() for kind in kinds]
     shown.append((f"Milliseconds beside prompts of {LONG_PROMPT} tokens", ["prefill", "", *header], rows))
     rate = results["rates"]["short"]
@@ -73,12 +73,12 @@ def tables(results: dict[str, Any]) -> list[Table]:
         [
             name,
             f"{rate * arm['within bounds']:.2f} of {rate:g}",
-            f"{level(arm['pauses while reading'], 99) / level(arm['pauses while reading'], 50):.2f}",
+            f"{level(arm['pauses during prefill'], 99) / level(arm['pauses during prefill'], 50):.2f}",
             ", ".join(f"{count} × {kind}" for kind, count in arm["failed"].items()) or "none",
         ]
         for name, arm in arms.items()
     ]
-    header = ["prefill", "texts a second within the bounds", "p99 ÷ p50 of pauses while reading", "failures"]
+    header = ["prefill", "texts a second within the bounds", "p99 ÷ p50 of pauses during prefill", "failures"]
     return [*shown, ("Goodput beside long prompts", header, goodput)]
 
 
@@ -96,7 +96,9 @@ def notes(results: dict[str, Any]) -> list[str]:
     texts += (
         f"second, beside {rates['long']:g} prompts of {LONG_PROMPT} tokens a second. A pause is the time "
     )
-    texts += "between two pieces of a text, which may be several tokens. It counts as one while reading if a "
+    texts += (
+        "between two pieces of a text, which may be several tokens. It counts as one during prefill if a "
+    )
     texts += "long prompt was in work at any time of it."
     bounds = f"Bounds: first token within {FIRST_TOKEN:g} ms, 99 % of a text's pauses within {PAUSE:g} ms."
     held = verdicts(results) if "beside" in results["arms"].get(CHUNKED, {}) else []

@@ -153,7 +153,7 @@ def record(
         matched, _ = longest_match(before.text, before.length + before.evicted, suffix.longest)
         after, trace = verify_and_emit(emission, model, drafting, nothing, None)
         state = enter_tokens(scatter(state, rows, before, after), trace.token, trace.emitted)
-        seen = Step(trace.token[0, 0], before.length[0], before.signal.entropy[0], matched[0], drafts)
+        seen = Step(trace.token[0, 0], before.length[0], before.measured.entropy[0], matched[0], drafts)
         return state, seen
 
     return jax.lax.scan(advance, state, None, steps)

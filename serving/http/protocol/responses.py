@@ -18,6 +18,7 @@ FIELD_NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format.schema",
     "response_format or structured_outputs": "text.format",
+    "max_tokens": "max_output_tokens",
 }
 """The names of chat's fields in this API, for errors."""
 SamplingFields: Any = optional_fields("ResponsesSamplingFields", PASSED)

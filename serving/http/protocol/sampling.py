@@ -3,7 +3,7 @@
 import secrets
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS, normal_seed
 
@@ -112,20 +112,31 @@ class SamplingBody(SamplingFields):
     user: str | None = None
     request_id: str | None = Field(None, pattern=f"^{REQUEST_ID}$")
     entropic: Entropic | None = None
+    _guided: bool = PrivateAttr(False)  # `structured_outputs` was sent as a `guided_*` field
 
     _unicode = model_validator(mode="before")(unicode)
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _older(cls, body: Any) -> Any:
+    def _older(cls, body: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
         """Rewrite vLLM's older `guided_json` and the like as `structured_outputs`."""
         if not isinstance(body, dict):
-            return body
+            return handler(body)
         guided = {name: body[f"guided_{name}"] for name in GUIDED if body.get(f"guided_{name}") is not None}
-        if guided and body.get("structured_outputs") is not None:
+        if not guided:
+            return handler(body)
+        name, form = f"guided_{next(iter(guided))}", body.get("response_format")
+        if body.get("structured_outputs") is not None:
             message = "structured_outputs must not be combined with guided_* fields; got both"
             raise conflict("structured_outputs", message)
-        return {**body, "structured_outputs": guided} if guided else body
+        if len(guided) > 1:
+            fields = " and ".join(f"guided_{other}" for other in guided)
+            raise conflict(name, f"{name} must be the only guided_* field; got {fields}")
+        if form is not None and form != {"type": "text"}:
+            raise conflict(name, f"{name} must not be combined with response_format; got both")
+        result = handler({**body, "structured_outputs": guided})
+        result._guided = True
+        return result
 
     @model_validator(mode="after")
     def _agree(self) -> Self:
@@ -153,6 +164,10 @@ class SamplingBody(SamplingFields):
     def constrains(self) -> bool:
         """Whether a grammar may constrain the text."""
         return self.response_format is not None or self.structured_outputs is not None
+
+    def name_of(self, constraint: str) -> str:
+        """The field in which the client has sent a constraint of `structured_outputs`."""
+        return f"guided_{constraint}" if self._guided else f"structured_outputs.{constraint}"
 
     @property
     def choices(self) -> int:

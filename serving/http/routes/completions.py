@@ -88,9 +88,9 @@ def _prepare(
         places += [tokens] * count
     if body.suffix:
         requests = [_ended_by_format(frontend, request) for request in requests]
+    engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
     if most == 0 and of_prompt is None:
         return [], [(tokens, None) for tokens in places]
-    engine_requests = preparation.engine_requests_of(frontend, body, requests, name, num_logprobs, of_prompt)
     return engine_requests, list(zip(places, engine_requests, strict=True))
 
 

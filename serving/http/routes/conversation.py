@@ -65,12 +65,12 @@ def _prepare(
     tokens = tokens[-(body.truncate_prompt_tokens or 0) :]
     most = frontend.model.context if most is None else most
     requests = preparation.requests_of(frontend, body, tokens, count, most)
-    if most == 0 and body.prompt_logprobs is None:
-        return [], [(tokens, None)] * count
     num_logprobs = (body.top_logprobs or 0) if body.wants_logprobs else None
     engine_requests = preparation.engine_requests_of(
         frontend, body, requests, name, num_logprobs, body.prompt_logprobs
     )
+    if most == 0 and body.prompt_logprobs is None:
+        return [], [(tokens, None)] * count
     return engine_requests, [(tokens, engine_request) for engine_request in engine_requests]
 
 

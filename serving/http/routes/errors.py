@@ -198,7 +198,7 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
         FrontendError: Instead of the ValidationError or FrontendError of chat.
     """
     words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    pattern = re.compile(rf"(^|\bwith )({words})(?![\w.])")
+    pattern = re.compile(rf"(^|\b(?:with|at most) )({words})(?![\w.])")
 
     def rename(text: str) -> str:
         return pattern.sub(lambda match: match[1] + names[match[2]], text)

@@ -61,8 +61,10 @@ def requests_of(
         )
     fields = sampling_fields(frontend, body)
     min_tokens = fields.get("min_tokens", 0)
-    with refusals():
-        check_min_tokens(min_tokens, most)
+    if body.min_tokens is not None:  # a default of the server gives way
+        newer = getattr(body, "max_completion_tokens", None) is not None
+        with refusals():
+            check_min_tokens(min_tokens, most, "max_completion_tokens" if newer else "max_tokens")
     max_tokens = max(1, min(most, context - len(prompt)))
     fields["min_tokens"] = min(min_tokens, max_tokens)
     first = body.first_seed()
@@ -124,14 +126,14 @@ def constraint_of(frontend: Frontend, body: SamplingBody) -> Constraint | None:
     if constraints is None:
         return None
     if constraints.json_ is not None:
-        name = "structured_outputs.json"
+        name = body.name_of("json")
         return Constraint(name, grammar.from_schema(name, constraints.json_))
     if constraints.regex is not None:
-        return Constraint("structured_outputs.regex", grammar.from_regex(constraints.regex))
+        return Constraint(body.name_of("regex"), grammar.from_regex(constraints.regex))
     if constraints.choice is not None:
-        return Constraint("structured_outputs.choice", grammar.from_choices(constraints.choice))
+        return Constraint(body.name_of("choice"), grammar.from_choices(constraints.choice))
     if constraints.grammar is not None:
-        return Constraint("structured_outputs.grammar", grammar.from_text(constraints.grammar))
+        return Constraint(body.name_of("grammar"), grammar.from_text(constraints.grammar))
     if constraints.json_object:
         return Constraint("structured_outputs.json_object", grammar.any_object())
     return None
