@@ -98,6 +98,19 @@ def build(kind: str, source: Path, target: Path) -> Path:
     return path
 
 
+def test_modules_that_are_collected_need_no_ray():
+    """`./run test` installs no Ray: pytest is told to leave out the modules that import it."""
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
+    left_out = {option.removeprefix("--ignore=") for option in options if option.startswith("--ignore=")}
+    files = [*(ROOT / "serving" / "fleet").glob("*.py"), ROOT / "serving" / "ray_app.py"]
+    paths = [f"entropic_jax/{file.relative_to(ROOT)}" for file in files]
+    assert left_out & set(paths), "the test looks in the wrong place"
+    names = [path[:-3].replace("/", ".") for path in paths if path not in left_out]
+    code = f"import sys; sys.modules['ray'] = None\nfor name in {names}: __import__(name)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_citation_and_changelog_name_the_version():
     version = PROJECT["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text("utf-8")

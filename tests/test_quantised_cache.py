@@ -97,6 +97,7 @@ def test_pages_hold_the_same_however_a_text_comes(dtype, monkeypatch):
             np.testing.assert_allclose(ours, theirs, atol=2 * RELATIVE[dtype] * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_summaries_bound_the_keys_that_are_read(dtype):
     (text,) = tiny.prompts(40)

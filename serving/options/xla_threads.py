@@ -52,9 +52,7 @@ def limit_xla_threads(
         return
     if all(has_cpu_kernel(layer.attention) for layer in layers):
         os.environ[VARIABLE] = "1"
-        _log.info(
-            "XLA uses one thread, CPU kernels the others; set %s=N for N threads of XLA", VARIABLE
-        )
+        _log.info("XLA uses one thread, CPU kernels the others; set %s=N for N threads of XLA", VARIABLE)
 
 
 def has_cpu_kernel(attention: object) -> bool:

@@ -23,6 +23,8 @@ from entropic_jax.control.temperature import Exact, Integral, Normalised, Paper
 from entropic_jax.pallas.paged_attention import SelectionRules
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 EMBEDDED = Path(models.__file__).parent / "embedded"
 VOCABULARY, ROWS, STEPS = 96, 4, 24
 CLIPS: dict[str, Any] = dict(lowest_temperature=0.05, highest_temperature=20.0)
@@ -136,7 +138,6 @@ def embedded() -> tuple[Any, Any, jax.Array]:
     return model, begun, jnp.asarray(texts[:, -REAL:])
 
 
-@pytest.mark.slow
 def test_on_a_real_text_the_steps_contract_by_the_same_factor():
     model, state, tokens = embedded()
     state = state._replace(action=state.action._replace(temperature=jnp.ones(2)))
@@ -345,7 +346,6 @@ def hysteresis_of(levels: list[Any], field: str, steps: int = 20) -> stability.G
 SET_POINTS = (0.1, 2.0, 4.55)  # nats; no temperature between the clips meets the first and the last
 
 
-@pytest.mark.slow
 def test_the_printed_law_latches_and_the_corrected_one_has_a_single_branch():
     gains = dict(rate=0.3, lowest_temperature=0.5, highest_temperature=1.5)
     levels = lambda law: [jax.tree.map(jnp.float32, law(h, **gains)) for h in SET_POINTS]
@@ -367,7 +367,6 @@ def test_a_dead_band_of_the_budget_is_seen_as_hysteresis():
     assert without.hysteresis.mean == pytest.approx(0, abs=1e-6)
 
 
-@pytest.mark.slow
 def test_hysteresis_in_the_text_of_a_trained_model():
     model, state, _ = embedded()
     gains = dict(rate=0.3, lowest_temperature=0.3, highest_temperature=1.5)

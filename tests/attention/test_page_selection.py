@@ -26,6 +26,8 @@ from entropic_jax.state.cache import ModelShape
 from tests import tiny
 from tests.marks import exhaustive
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("value", "mass", "surprisal", "mahalanobis")
 BOTH = dict(refresh=3, layers_per_list=2)
 RARELY = exhaustive(*(("value", dict([change])) for change in BOTH.items()), *((kind, {}) for kind in KINDS))
@@ -57,7 +59,6 @@ def run(texts, choice: Selection | None, drop: float = 0.0, **sizes):
     return generate(m.decoder, m.params, controller, state, 40, capacity=40)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["value", *exhaustive(*KINDS[1:])])
 def test_nothing_dropped_is_dense_token_for_token(kind):
     texts = tiny.prompts(50, 9)
@@ -69,7 +70,6 @@ def test_nothing_dropped_is_dense_token_for_token(kind):
     assert (np.asarray(trace.certificate) == 0).all()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "change"), [("surprisal", {}), ("value", BOTH), *RARELY])
 def test_less_is_read_and_generation_goes_on(kind, change):
     texts = tiny.prompts(60, 33)
@@ -85,7 +85,6 @@ def test_less_is_read_and_generation_goes_on(kind, change):
     cache.check(state.cache)
 
 
-@pytest.mark.slow
 def test_a_list_that_is_kept_between_refreshes_reads_the_pages_that_begin():
     texts = tiny.prompts(60)
     never = Selection(rules=LOOSE, dense_layers=0, refresh=1000)
@@ -105,7 +104,6 @@ def filled(length: int, page: int, seed: int = 0):
     return pool._replace(layers=(layer,)), layer, jnp.asarray(q)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("guard", [0.0, *exhaustive(0.5, 1.0)])
 def test_the_certificate_is_never_violated(guard):
     violated, informative = [], 0
@@ -125,7 +123,6 @@ def test_the_certificate_is_never_violated(guard):
     assert informative > 10  # else nothing was put to the test
 
 
-@pytest.mark.slow
 def test_shared_lists_certify_nothing_they_do_not_know():
     pool, layer, q = filled(200, 8)
     choice = Selection(rules=LOOSE, dense_layers=0, layers_per_list=2)
@@ -144,7 +141,6 @@ def test_shared_lists_certify_nothing_they_do_not_know():
     assert (change <= np.asarray(certificate)).all()
 
 
-@pytest.mark.slow
 def test_soft_selection_becomes_the_hard_one_but_for_the_page_at_the_floor():
     pool, layer, q = filled(200, 8)
     last, drop = jnp.full(2, 200, jnp.int32), jnp.full(2, 0.4)
@@ -276,7 +272,6 @@ def test_layers_of_a_group_take_the_lists_of_its_first():
     assert first.is_new.all() and not follower.is_new.any() and not follower.summaries_read.any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "limit", "read"),
     [
@@ -344,7 +339,6 @@ def test_layers_share_lists_in_groups():
     assert [Selection().groups(layers) for layers in (2, 3, 4)] == [0, 1, 2]  # by default, one a layer
 
 
-@pytest.mark.slow
 def test_the_gradient_of_soft_selection_is_the_difference_quotient():
     m = tiny.model()
     (text,) = tiny.prompts(60)
@@ -361,7 +355,6 @@ def test_the_gradient_of_soft_selection_is_the_difference_quotient():
     np.testing.assert_allclose(gradient, numeric, rtol=0.05, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_the_surprisals_of_a_page_are_those_of_its_tokens():
     m = tiny.model()
     (text,) = tiny.prompts(30)

@@ -96,6 +96,7 @@ def test_no_law_moves_a_row_to_or_from_temperature_zero(name, place):
         assert (temperature[GREEDY] == 0).all() and (temperature[~GREEDY] > 0.01).all(), temperature
 
 
+@pytest.mark.slow
 def test_a_law_that_clips_plainly_holds_to_each_request_in_the_loop():
     controller = chain(Clipped(target_entropy=jnp.float32(9.0)))  # a set-point that no row reaches
     requested = [1.0, 0.0, 0.6]

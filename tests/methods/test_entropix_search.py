@@ -234,6 +234,7 @@ def test_greedy_rows_do_not_search():
     assert not any(np.asarray(x).any() for x in search.counts)
 
 
+@pytest.mark.slow
 def test_no_copy_of_the_cache_in_a_launch():
     controller = law(thresholds=forcing(EXPLORE))
     search = begin(tiny.prompts(9, 14), PLAN, controller)

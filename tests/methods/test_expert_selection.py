@@ -83,6 +83,7 @@ def limited(count: int):
     return replayed(FixedExperts(count))
 
 
+@pytest.mark.slow
 def test_a_policy_that_leaves_nothing_out_changes_no_bit():
     assert plain()[1].experts_read == ()
     np.testing.assert_array_equal(plain()[1].surprisal, limited(MOST)[1].surprisal)

@@ -75,6 +75,7 @@ def test_one_table_is_quantised_and_divided_as_two_are(loaded, quantization):
     assert divided.params["embed_tokens"]["weight"].shape == (192, 64)
 
 
+@pytest.mark.slow
 def test_gradients_of_one_table_add_up_to_those_of_two(loaded):
     def gradient(model: models.Model) -> jax.Array:
         def loss(params):

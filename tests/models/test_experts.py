@@ -44,6 +44,7 @@ def by_definition(x, chosen, weights, gate, up, down, weighted_inputs=False):
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [None, "xla"])
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 @pytest.mark.parametrize("spread", [1.0, 0.0], ids=["spread", "all to two experts"])
@@ -132,6 +133,7 @@ def test_scores_of_a_token_do_not_depend_on_the_others(function, experts):
         np.testing.assert_array_equal(jax.jit(function)(logits[:n]), scores[:n])
 
 
+@pytest.mark.slow
 def test_the_exponential_and_its_slope():
     x = jnp.linspace(-90, 89, 4001)
     expected = np.exp(np.clip(np.asarray(x, np.float64), -87, 88))

@@ -58,7 +58,7 @@ def test_all_matrices_of_a_layer_or_none():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", [None, "int8", "fp8", "int4"])
+@pytest.mark.parametrize("quantization", [None, "int8", "int4", *exhaustive("fp8")])
 @pytest.mark.parametrize("tokens", [3, *exhaustive(1, 70)])
 def test_logits_are_the_same_to_the_bit(quantization, tokens):
     plain, blocked = loaded(quantization)

@@ -206,7 +206,7 @@ def test_a_scanned_program_has_the_layers_once():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "dense first"])
+@pytest.mark.parametrize("name", ["dense first", *exhaustive("llama")])
 def test_a_quantised_model_is_stacked_with_its_scales(name):
     plain, stacked = both(name, "int8")
     *_, repeated = stacked.params["layers"]
@@ -298,6 +298,7 @@ def test_pages_of_another_layout_are_refused():
         stacked.decoder.hidden(stacked.params, tokens, tokens, stacks.layers[:0], attend_to(stacks, place))
 
 
+@pytest.mark.slow
 def test_separate_pages_serve_stacked_weights():
     """As in `analysis`, whose copies of a cache have separate layers."""
     plain, stacked = both("dense first")

@@ -120,6 +120,7 @@ def damaged_directories(seeds: range, sharded: dict[str, Path], path: Path) -> i
     return refused
 
 
+@pytest.mark.slow
 def test_random_damage(sharded, tmp_path):
     """Fields, structure, bytes and kinds of files: an error of one line, or the model as it was."""
     assert damaged_directories(range(SEEDS), sharded, tmp_path) > SEEDS // 2

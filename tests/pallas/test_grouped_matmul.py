@@ -82,6 +82,7 @@ def test_the_grouped_product_of_xla(dtype):
     check(jax.jit(reference.ragged)(*arguments), expected, 5e-6)
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_a_row_has_the_same_bits_whatever_its_group_holds(dtype):
@@ -97,7 +98,7 @@ def test_a_row_has_the_same_bits_whatever_its_group_holds(dtype):
 
 @pytest.mark.slow
 @ON_CPU
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", *NARROW])
+@pytest.mark.parametrize("dtype", ["float32", "int8", *exhaustive("bfloat16", "float8_e4m3fn")])
 def test_matrices_block_by_block_give_the_same_bits(dtype):
     (x, sizes, weights, scales, first), _ = case([3, 0, 90], 64, (128, 64), dtype, first=1)
     assert all(map(package.reads_blocked, weights)) and not package.reads_blocked(jnp.ones((2, 64, 96)))

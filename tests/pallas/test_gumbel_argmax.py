@@ -117,6 +117,7 @@ def test_rows_that_are_not_active_give_zero(backend):
     assert expected[active].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [16, 33, 500])
 def test_columns_of_a_list_have_the_noise_of_their_tokens(number, backend):

@@ -84,6 +84,7 @@ def test_back_ends_agree_with_float64(name, sizes):
             np.testing.assert_allclose(x, expected, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cpu", "xla"])
 def test_scores_of_order_100_do_not_overflow(name):
     """Three pieces of a list, whose largest scores differ by more than float32's exponential can hold."""
@@ -102,6 +103,7 @@ def test_scores_of_order_100_do_not_overflow(name):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=3e-4)
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_the_chosen_back_end_on_random_lengths(seed):
@@ -164,6 +166,7 @@ def test_lists_out_of_order_or_with_repeats_are_refused(listed, said):
         paged_attention.decode(q, keys, values, table, index, None, first, last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_are_those_of_the_gathered_form(seed):
     q, keys, values, *places = case(seed, 2, 2, 2, 16, 4, 3)
@@ -181,6 +184,7 @@ def test_gradients_are_those_of_the_gathered_form(seed):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 def test_gradients_of_prefill_are_those_of_the_gathered_form(seed):
     q, keys, values, table, index, count, _, last = case(seed, 2, 2, 2, 16, 4, 3)
@@ -205,6 +209,7 @@ def test_gradients_of_prefill_are_those_of_the_gathered_form(seed):
     )
 
 
+@pytest.mark.slow
 def test_gradients_of_write_are_those_of_the_reference():
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape).astype(np.float32)
@@ -317,6 +322,7 @@ def test_the_choice_keeps_the_fewest_pages_that_reach_the_mass(name, rules):
                     assert (log_bound[row, head] == -np.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", paged_attention.SELECT_PAGES.backends)
 def test_nothing_is_dropped_where_nothing_may_be(name):
     (q, summary, information, table, last, _), _ = summarised(0, 3, 2, 3, 16, 8, 20)

@@ -84,6 +84,7 @@ def small_chunks(monkeypatch):
     shrink(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [x for x in cases.SMALL if x.soft_cap is None], ids=lambda case: case.name)
 def test_the_reference_on_the_cases_without_a_soft_cap(case):
     inputs, arguments = arguments_of(case)

@@ -147,6 +147,7 @@ def test_each_query_has_the_bits_of_decoding(number, window, parts, monkeypatch)
         assert not out[row, :, :, count[row] :].any()
 
 
+@pytest.mark.slow
 @ON_CPU
 def test_no_rows():
     keys, none = jnp.zeros((3, KV_HEADS, 16, HEAD_DIM)), jnp.zeros((0, 2), jnp.int32)

@@ -166,6 +166,7 @@ def test_prefill_in_the_interpreter_of_a_gpu(case):
     check_prefill_on_gpu(case)
 
 
+@pytest.mark.slow
 def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
     case = cases.Case(1, 2, 4, 64, 32, 6, kept=0.6, window=True, dtype="bfloat16")
     with copies_recorded("gpu") as copied:
@@ -182,6 +183,7 @@ def test_prefill_on_gpu_copies_listed_tiles_and_no_other():
     assert set(copied) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sample(["_wait", "_arrive_and_wait"], 1))
 def test_a_missing_wait_of_prefill_on_gpu_is_found(name, monkeypatch):
     monkeypatch.setattr(prefill_gpu, name, lambda barrier: None)

@@ -9,6 +9,7 @@ import pytest
 
 from entropic_jax import cpu_runtime
 from entropic_jax.pallas.paged_attention import MAX_VERIFIED, decode, prefill, quantised, verify
+from tests.marks import exhaustive
 
 PAGES, PER_ROW, KV_HEADS, GROUP, HEAD_DIM = 24, 12, 2, 2, 64
 ROWS = 2
@@ -55,7 +56,7 @@ def decoded(q, keys, values, table, lists, first, start, backend=None) -> jax.Ar
 @pytest.mark.parametrize(
     ("dtype", "page_size"), [("float32", 16), ("bfloat16", 16), ("bfloat16", 64), ("int8", 16)]
 )
-@pytest.mark.parametrize("window", [None, 21, 200])
+@pytest.mark.parametrize("window", [None, 21, *exhaustive(200)])
 def test_a_query_has_the_bits_of_decoding(dtype, page_size, window):
     keys, values, table = pools(page_size, dtype)
     for n, offset in ((1, 0), (2, page_size - 1), (3, 46), (8, 9), (17, 150), (MAX_VERIFIED, 1)):
@@ -109,6 +110,7 @@ def test_neighbours_and_unused_slots_leave_no_trace(dtype, page_size):
     assert np.isnan(out[1, :, :, :2]).all()
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize(("dtype", "page_size"), [("float32", 16), ("bfloat16", 64)])
 @pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
@@ -128,6 +130,7 @@ def test_a_value_that_is_no_number_reaches_those_who_see_it_only(dtype, page_siz
     np.testing.assert_array_equal(out[0, :, :, 3:, others], expected[0, :, :, 3:, others])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", None])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_back_ends_agree_with_prefill(backend, dtype):

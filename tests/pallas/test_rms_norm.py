@@ -29,6 +29,7 @@ def test_rows_are_divided_by_their_root_mean_square(size, backend):
     np.testing.assert_allclose(rms_norm(x, weight, EPSILON, backend=backend), expected, rtol=1e-6, atol=1e-30)
 
 
+@pytest.mark.slow
 @ON_CPU
 @pytest.mark.parametrize("size", [24, 64, 256])
 def test_a_row_does_not_depend_on_how_many_there_are(size):

@@ -48,6 +48,7 @@ def test_a_kernel_is_vectorised_over_further_axes():
     np.testing.assert_array_equal(stacked.reshape(6, 32), silu_and_mul(gate, up))
 
 
+@pytest.mark.slow
 def test_derivatives_are_those_of_the_formula():
     arguments = case(3, 32)
     loss = lambda function: lambda gate, up: jnp.sin(function(gate, up)).sum()

@@ -52,6 +52,7 @@ def test_a_row_does_not_depend_on_how_many_there_are(kind, columns):
             np.testing.assert_array_equal(part, all_[rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
 @pytest.mark.parametrize(
     "kind", ["float32", "bfloat16", "int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)]
@@ -89,6 +90,7 @@ def test_weights_of_both_layouts_are_left_to_plain_jax(options):
     assert all((y == INPUTS).all() for y in products)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["xla", pytest.param("cpu", marks=ON_CPU)])
 @pytest.mark.parametrize("columns", [COLUMNS, (8, 64, 100)])
 @pytest.mark.parametrize("kind", ["int8", "float8_e4m3fn"])

@@ -11,6 +11,7 @@ PATH = "/v1/completions"
 ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in range(50)]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "param", "said"),
     [

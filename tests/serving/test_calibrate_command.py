@@ -8,6 +8,8 @@ import pytest
 
 from entropic_jax.calibration import load_calibration
 
+pytestmark = pytest.mark.slow
+
 TEXT = "def f(x):\n    return x + 1\n" * 10
 
 

@@ -14,6 +14,8 @@ from entropic_jax.serving.request import RequestError
 from .live import refused
 from .test_engine import engine_request, nothing_is_left, prompt, run
 
+pytestmark = pytest.mark.slow
+
 SERVER_SETTINGS = {"sleep_mode": True}
 
 
@@ -53,7 +55,6 @@ def exhausted_from(call: int, error: type[Exception]):
     return allocate
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("call", "error"), [(0, RuntimeError), (1, ValueError)])
 def test_all_wake_up_or_none(live, two, call, error, monkeypatch):
     served_by(live, two, monkeypatch)

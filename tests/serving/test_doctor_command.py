@@ -70,6 +70,7 @@ def without(result):
     return structure.unflatten(leaves)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(6))
 def test_a_kernel_that_is_wrong_is_found(place, monkeypatch, checks, capsys):
     check = checks[place]

@@ -27,6 +27,8 @@ from tests.serving.test_engine import (
     run,
 )
 
+pytestmark = pytest.mark.slow
+
 THREE = Control("entropix", (("branches", 3),))
 TWO = Control("entropix", (("branches", 2),))
 OPTIONS = {**EXACT, "preset": "entropix", "branches": 3}
@@ -109,7 +111,6 @@ def reference(model, calibration):
         return offline(model, calibration, THREE, *searching(), *ENDS.values())
 
 
-@pytest.mark.slow
 def test_as_offline_alone_and_in_a_crowd(reference, exact):
     engine_requests, expected = searching(), reference[:5]
     assert [run(exact, request)[0][0] for request in engine_requests] == expected
@@ -120,7 +121,6 @@ def test_as_offline_alone_and_in_a_crowd(reference, exact):
     assert tokens_of(mixed[5:15]) == expected + alone
 
 
-@pytest.mark.slow
 def test_ends_of_every_kind(reference, exact):
     """A stop token, in branches too; the end of the context; a stop string; a greedy row."""
     for (name, single), expected in zip(ENDS.items(), reference[5:], strict=True):
@@ -167,7 +167,6 @@ def test_work_given_ahead(reference, exact, monkeypatch):
     assert tokens_of(mixed[5:10]) == reference[:5]
 
 
-@pytest.mark.slow
 def test_cancelling_within_a_branch(exact, monkeypatch):
     """Rows and pages of a branch group come back at once, and the next sequence in it is not affected."""
     scheduler, left = exact.scheduler, []

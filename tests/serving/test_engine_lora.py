@@ -132,6 +132,7 @@ def test_programs_are_unchanged_without_the_option(model):  # noqa: F811
             engine.load_adapter("a", "/nowhere")
 
 
+@pytest.mark.slow
 def test_a_prefix_is_shared_under_one_adapter_only(adapted):
     ids = prompt(41, 77)
     cached = lambda **fields: run(adapted, engine_request("p", ids, **fields))[0][1].cached_tokens

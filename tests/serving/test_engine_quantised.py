@@ -8,13 +8,16 @@ from entropic_jax.serving.engine.options import sizes
 from entropic_jax.serving.offline.engine import Engine
 from entropic_jax.serving.options.kv_cache import check_pages, stored_as
 from entropic_jax.serving.request import Request
+from tests.marks import exhaustive
 from tests.serving.test_engine import WARM, engine_of, engine_request, model, prompt, run
 
 __all__ = ["model"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), [("int8_per_token_head", "int8"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("int8_per_token_head", "int8"), *exhaustive(("bfloat16", "bfloat16"))]
+)
 def test_with_a_narrow_cache_a_job_still_gets_the_same_whatever_befalls_it(model, name, dtype):
     options = dict(kv_cache_dtype=name, num_pages=40)
     engine_requests = [
@@ -52,7 +55,7 @@ def test_fp8_is_declined_where_it_would_copy_the_cache(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bfloat16", "int8_per_token_head"])
+@pytest.mark.parametrize("name", ["int8_per_token_head", *exhaustive("bfloat16")])
 def test_without_a_server_too(model, name):
     request = Request(prompt=prompt(30, 1), max_tokens=12, temperature=0.0)
     wide, narrow = Engine(model), Engine(model, kv_cache_dtype=name)

@@ -13,6 +13,7 @@ from entropic_jax.serving.engine.interface import EngineRequest
 from entropic_jax.serving.engine.options import sizes
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request
+from tests.marks import exhaustive
 from tests.models.oracle import generated
 
 ORIGINAL, PAGE, STEPS = 16, 4, 18
@@ -60,7 +61,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize("kind", ["dynamic", *exhaustive("longrope")])
 def test_texts_of_other_rotations_share_no_pages(kind, directory):
     """A prefix cached in a short text is not that of a long one; the tokens are those of the loop alone."""
     model = rope_model(directory, kind)

@@ -12,9 +12,8 @@ from entropic_jax.serving.offline.search_engine import make_engine as offline_en
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.serving.request import Request, RequestError
+from tests.marks import exhaustive
 from tests.serving.test_engine import EXACT, WARM, collect, engine_request, nothing_is_left, prompt, run
-
-SAMPLERS = ("entropix", "entropix-as-released", "dslider")
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +49,7 @@ def sampled(control: Control, seed: int = 1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", ["entropix", "dslider", *exhaustive("entropix-as-released")])
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
     for engine in engine_of(model, calibration, name, block_size=64):  # as offline: agreement is over pages

@@ -22,6 +22,12 @@ PROMPTS = ["def add(a, b):", "import os", "class Stack:", "x = [", "for i in", "
 
 @pytest.fixture(scope="module")
 def llm():
+    with LLM(shallow_model(), preset="off", seed=0, **SIZES) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def drafting():
     with LLM(shallow_model(), seed=0, **SIZES, **DRAFTS) as llm:
         yield llm
 
@@ -37,9 +43,9 @@ def texts(outputs: list[RequestOutput]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_batch_larger_than_the_engine_comes_back_in_order(llm):
+def test_a_batch_larger_than_the_engine_comes_back_in_order(drafting, llm):
     params = [SamplingParams(max_tokens=4 + 3 * i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
-    outputs = llm.generate(PROMPTS, params)
+    outputs = drafting.generate(PROMPTS, params)
     assert [output.prompt for output in outputs] == PROMPTS
     for output, requested in zip(outputs, params, strict=True):
         (completion,) = output.outputs
@@ -47,12 +53,12 @@ def test_a_batch_larger_than_the_engine_comes_back_in_order(llm):
         assert (len(completion.token_ids), completion.finish_reason) == (requested.max_tokens, "length")
         assert completion.text == llm.get_tokenizer().decode(completion.token_ids)
         assert completion.error is None and completion.logprobs is None
-    alone = [llm.generate(p, s)[0] for p, s in zip(PROMPTS[:3], params[:3], strict=True)]
+    alone = [drafting.generate(p, s)[0] for p, s in zip(PROMPTS[:3], params[:3], strict=True)]
     assert texts(alone) == texts(outputs[:3])
+    assert texts(llm.generate(PROMPTS, params)) == texts(outputs)
     assert len({output.request_id for output in outputs + alone}) == len(outputs + alone)
 
 
-@pytest.mark.slow
 def test_prompts_take_every_form(llm):
     greedy = SamplingParams(temperature=0, max_tokens=5)
     ids = llm.get_tokenizer().encode("import os")
@@ -67,6 +73,7 @@ def test_prompts_take_every_form(llm):
     assert list(conversations_of([{"role": "user", "content": "x"}])) == ["messages"]
 
 
+@pytest.mark.slow
 def test_the_engine_says_what_it_has_done(llm):
     before = llm.snapshot()
     llm.generate("import os", SamplingParams(temperature=0, max_tokens=5))
@@ -107,6 +114,7 @@ def test_a_seed_of_the_object_repeats_what_it_draws():
     assert len({tuple(tokens) for tokens in runs[0]}) == 3
 
 
+@pytest.mark.slow
 def test_n_continuations_draw_with_seeds_of_their_own(llm):
     params = SamplingParams(max_tokens=8, ignore_eos=True, seed=3, n=3)
     first, second = llm.generate(["import", "def"], params)

@@ -62,6 +62,7 @@ def test_the_pool_is_released_and_requests_wait(running):
     running.wake_up().result(30)
 
 
+@pytest.mark.slow
 def test_running_requests_end_or_are_waited_for(running):
     first = iter(running.submit(engine_request("long", prompt(5), max_tokens=90)))
     next(first)

@@ -233,6 +233,7 @@ def test_failed_logits_end_one_row(model, suffix):  # noqa: F811
         assert (none, last.finish_reason) == ([], "error") and "not numbers" in last.error
 
 
+@pytest.mark.slow
 def test_no_program_copies_the_pool(suffix):
     run(suffix, engine_request("one", repetitive(20), **LOOPED))
     copies_no_pool(suffix, "decode")

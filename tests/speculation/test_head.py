@@ -37,6 +37,8 @@ from tests.speculation.test_lossless import CONTEXT, PAGE, ROWS, SAMPLING
 from tests.speculation.test_lossless import run as run_alone
 from tests.tiny import begin, model, prompts
 
+pytestmark = pytest.mark.slow
+
 LENGTHS = 9, 16, 5, 17
 
 
@@ -136,7 +138,6 @@ def hidden_states(text: list[int]) -> np.ndarray:
     return np.asarray(hidden[0, : len(text)])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("most_tokens", "cascaded", "layer", "listed"),
     [(3, True, 1, False), *exhaustive((1, False, 1, False), (3, False, None, True))],
@@ -150,7 +151,6 @@ def test_a_random_head_changes_nothing(most_tokens, cascaded, layer, listed):
     assert (state.ledger.flops > plain[1].ledger.flops).all()  # drafts are charged
 
 
-@pytest.mark.slow
 def test_the_head_reads_the_hidden_state_that_the_last_token_was_drawn_from():
     """After prefill, and after passes of which any number of drafts was accepted."""
     accepted = set()
@@ -268,7 +268,6 @@ def test_steps_of_a_head_are_cheaper_than_passes():
     assert costs.draft_step is not None and costs.draft_step[0] > 0
 
 
-@pytest.mark.slow
 def test_steps_of_a_head_are_timed():
     decoder, params = headed(window=16)
     costs = measure_pass_costs(
@@ -296,7 +295,6 @@ def test_a_list_of_tokens_leaves_their_logits_as_they_are():
     assert decoder.head.shape.weights < headed(None)[0].head.shape.weights
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", [jax.random.key(4), jax.random.key(4, impl="rbg")], ids=["threefry", "rbg"])
 @pytest.mark.parametrize(
     "sampling",

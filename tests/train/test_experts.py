@@ -58,6 +58,7 @@ def test_an_expert_that_is_not_counted_changes_nothing(params_with_experts: dict
         np.testing.assert_allclose(out[token], alone, rtol=0.05, atol=0.05 * float(jnp.abs(alone).max()))
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("rule", ["muon", "adamw"])

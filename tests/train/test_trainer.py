@@ -29,6 +29,7 @@ def assert_equal_trees(a: Any, b: Any) -> None:
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.standard_promotion
 @pytest.mark.filterwarnings("ignore")
 def test_an_interrupted_run_equals_one_that_was_not(tmp_path: Path):

@@ -55,6 +55,7 @@ def test_gains_add_up_to_what_all_further_experts_bring():
     np.testing.assert_allclose(measured().features[0, 0, :15, 3], every.entropy[0, :-1], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_replay_reads_what_a_parallel_pass_reads():
     every = gains.passes(model(), texts().tokens, -1, 3)
     replayed = measure.run_policy(model(), texts(), FixedExperts(3))
