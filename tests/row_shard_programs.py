@@ -1,11 +1,12 @@
 """Samples on meshes of virtual devices, in a process of its own: prints what the tests compare.
 
-    python -m tests.row_shard_programs
+    python -m tests.row_shard_programs NAME...
 
 JAX fixes the number of devices when it starts, so the caller sets XLA_FLAGS.
 """
 
 import json
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -203,6 +204,13 @@ def scored(model: models.Model) -> dict[str, Any]:
 CASES = {1: (constrained, controlled, drafted, shared, replayed, scored)}
 CASES |= {2: (drafted, shared, replayed, scored), 4: (constrained, controlled)}
 
-if __name__ == "__main__":
+
+def report(names: set[str]) -> dict[int, dict[str, Any]]:
+    """What the cases of these names do, by number of devices and name."""
     models_on = {devices: model_on(devices) for devices in CASES}
-    print(json.dumps({n: {run.__name__: run(models_on[n]) for run in cases} for n, cases in CASES.items()}))
+    chosen = {n: [case for case in cases if case.__name__ in names] for n, cases in CASES.items()}
+    return {n: {case.__name__: case(models_on[n]) for case in cases} for n, cases in chosen.items()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(report({*sys.argv[1:]})))

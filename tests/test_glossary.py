@@ -69,13 +69,16 @@ def words(name: str) -> list[str]:
 def replacement(name: str) -> str | None:
     """The replacement of a retired name; None for any other name.
 
-    Underscores around a name do not count, nor does the case of a name that is retired in lower case.
+    Underscores around a name do not count, nor does the case of a name that is retired in lower case. Plurals
+    are retired with their words, but for `ones`, an array.
     """
     bare = name.strip("_")
-    for retired in (bare, bare.lower()):
-        if retired in RETIRED_NAMES:
-            return RETIRED_NAMES[retired]
-    return next((RETIRED_WORDS[word] for word in words(name) if word in RETIRED_WORDS), None)
+    if bare != "ones":
+        for retired in (bare, bare.lower(), bare.removesuffix("s"), bare.lower().removesuffix("s")):
+            if retired in RETIRED_NAMES:
+                return RETIRED_NAMES[retired]
+    forms = [form for word in words(name) for form in (word, word.removesuffix("s"))]
+    return next((RETIRED_WORDS[form] for form in forms if form in RETIRED_WORDS), None)
 
 
 def targets(node: ast.Assign | ast.AnnAssign) -> Iterator[ast.Name | ast.Attribute]:
@@ -209,6 +212,8 @@ def test_retired_and_missing_names_are_found(tmp_path):
     (folder / "batcher.py").write_text(
         "class DeviceState:\n"
         "    seat_of: int\n"
+        "    boards: int\n"
+        "    turns, ones = 1, 2\n"
         "    def step(self, told=None):\n"
         "        self.flight, result, one_row = told, 1, 2\n"
         "        for found in np.where(x, where=1):\n"
@@ -219,14 +224,16 @@ def test_retired_and_missing_names_are_found(tmp_path):
     assert retired_names(tmp_path) == [
         "serving/batcher.py:1: batcher; use scheduler",
         "serving/batcher.py:2: seat_of; use row, slot",
-        "serving/batcher.py:3: told; use emitted, replayed",
-        "serving/batcher.py:4: flight; use in_flight",
-        "serving/batcher.py:5: found; use result",
-        "serving/batcher.py:6: cut; use row_subset, or the name of the thing",
-        "serving/batcher.py:6: given; use options",
-        "serving/batcher.py:6: mine; use the name of the thing",
-        "serving/batcher.py:8: Whole; use all, full",
-        "serving/batcher.py:8: _whole; use all, full",
+        "serving/batcher.py:3: boards; use device state",
+        "serving/batcher.py:4: turns; use step",
+        "serving/batcher.py:5: told; use emitted, replayed",
+        "serving/batcher.py:6: flight; use in_flight",
+        "serving/batcher.py:7: found; use result",
+        "serving/batcher.py:8: cut; use row_subset, or the name of the thing",
+        "serving/batcher.py:8: given; use options",
+        "serving/batcher.py:8: mine; use the name of the thing",
+        "serving/batcher.py:10: Whole; use all, full",
+        "serving/batcher.py:10: _whole; use all, full",
     ]
     page = "| term | meaning | in the code |\n| --- | --- | --- |\n"
     page += "| step | … | `serving/batcher.py` `Dashboard` |\n| row | … | `serving/batcher.py` `Row` |\n"

@@ -71,6 +71,14 @@ def test_parameters_makes_an_array_of_each():
         assert array.tolist() == [np.asarray(line.default, array.dtype)] * 2
 
 
+def test_token_ids_may_be_integers_of_numpy():
+    params = SamplingParams(stop_token_ids=[np.int64(3), 4], allowed_token_ids=list(np.arange(2)))
+    assert (params.stop_token_ids, params.allowed_token_ids) == ((3, 4), (0, 1))
+    assert {type(token) for token in (*params.stop_token_ids, *params.allowed_token_ids)} == {int}
+    with pytest.raises(ParameterError, match=r"^stop_token_ids must be a list of up to 16 token ids; got"):
+        SamplingParams(stop_token_ids=["3"])
+
+
 def test_rows_that_ask_for_nothing_have_the_defaults():
     stated = {name: other_than_default(line) for name, line in DEVICE_PARAMETERS.items()}
     kept = defaults_unless(np.array([True, False]), parameters(2, logit_bias={3: 1.0}, **stated))

@@ -91,10 +91,10 @@ class Run:
         workload, quick, seeds = self.workload, self.quick, range(self.seeds)
         contexts = (384,) if quick else (512, 2048, LONGEST)
         small: dict[str, Any] = dict(sequences=2, scored=32) if quick else dict(scored=QUESTION_LENGTH)
-        turns: dict[str, Any] = dict(names=("off", "full-lossy"), steps=4, repeat=2) if quick else {}
+        sizes: dict[str, Any] = dict(names=("off", "full-lossy"), steps=4, repeat=2) if quick else {}
         for context in contexts:
             timed = min(context, LONGEST - 26 * 8)
-            yield "speed", {"context": timed}, lambda c=timed: studies.speed(workload, c, **turns)
+            yield "speed", {"context": timed}, lambda c=timed: studies.speed(workload, c, **sizes)
         for seed in seeds:
             for context in contexts:
 

@@ -26,7 +26,7 @@ def own_pages(layer: Layer, table: jax.Array, last: jax.Array) -> tuple[Any, Any
         return None, None
     size = layer.keys.shape[2]
     entry = jnp.arange(table.shape[1], dtype=jnp.int32)
-    kept = layer.page_shards.owns(table) & (entry * size < last[:, None])
+    kept = layer.page_shards.holds(table) & (entry * size < last[:, None])
     return _listed(jnp.broadcast_to(entry, table.shape), kept)
 
 
@@ -45,7 +45,7 @@ def own_listed(
         return page_list, num_pages
     entries = page_list[:, 0]
     valid = jnp.arange(entries.shape[1]) < num_pages
-    return _listed(entries, valid & layer.page_shards.owns(jnp.take_along_axis(table, entries, 1)))
+    return _listed(entries, valid & layer.page_shards.holds(jnp.take_along_axis(table, entries, 1)))
 
 
 def _listed(entries: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -96,5 +96,5 @@ def over_group(layer: Layer, table: jax.Array, x: jax.Array) -> jax.Array:
     shards = layer.page_shards
     if shards is None:
         return x
-    owned = shards.owns(table).reshape(len(table), *(1,) * (x.ndim - 2), -1)
+    owned = shards.holds(table).reshape(len(table), *(1,) * (x.ndim - 2), -1)
     return shards.sum(jnp.where(owned, x, jnp.zeros_like(x)))

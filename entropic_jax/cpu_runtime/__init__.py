@@ -9,6 +9,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 | `custom_call` | registers a kernel with XLA under a name |
 | `kernel` | what the Numba code of a kernel is made of, in one place |
 | `call_frame` | the bridge from XLA's call frame to a Numba function |
+| `numba_compiler` | Numba, without machine code for parts of kernels |
 | `code_cache` | machine code on disk, so that only the first process compiles |
 | `mailbox` | the layout of the memory through which a kernel hands work to the threads |
 | `thread_pool` | the code of the threads, and `parallel_for` |
@@ -29,7 +30,7 @@ in place, with every core. A kernel is a function of the address of XLA's call f
 
 Only a process that compiles imports Numba, and with it `attention`, `attention_scores`, `call_frame`,
 `control_flow`, `head_batches`, `instructions`, `int4_tiles`, `kernel`, `matmul`, `matrix_tiles`,
-`pairs`, `row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
+`numba_compiler`, `pairs`, `row_tiles`, `weight_tiles`, `thread_pool` and `vector`.
 """
 
 import sys

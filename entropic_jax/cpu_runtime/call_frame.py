@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, types
 from numba.extending import intrinsic
 
 from .instructions import CACHE_LINE
+from .numba_compiler import cfunc, njit
 
 BYTES = ir.IntType(8).as_pointer()
 

@@ -65,17 +65,15 @@ def load_or_compile(name: str, build: KernelBuilder) -> int:
     if stored is not None:
         return stored
     objects: Objects = []
-    complete, address = True, 0
+    storable, address = True, 0
     for symbol, function in build():
-        code = _emit_object(function, symbol)
-        if code is None:
-            complete, address = False, function.address
-            _kept_alive.append(function)
-            define_symbol(symbol, address)
-        else:
-            objects.append((symbol, code))
-            address = _load_object(symbol, code)
-    if complete:
+        code, foreign = _emit_object(function, symbol)
+        if foreign:  # what Numba has loaded
+            storable = False
+            LOG.warning("every start compiles %s: its machine code refers to %s", symbol, ", ".join(foreign))
+        objects.append((symbol, code))
+        address = _load_object(symbol, code)
+    if storable:
         _write_objects(package, name, objects)
     return address
 
@@ -118,8 +116,8 @@ def _target_machine() -> Any:
     )
 
 
-def _emit_object(function: Any, symbol: str) -> bytes | None:
-    """Machine code of a function that Numba compiled, under a symbol; None if it needs other libraries."""
+def _emit_object(function: Any, symbol: str) -> tuple[bytes, list[str]]:
+    """Machine code of a function under a symbol, and the names that it needs of other libraries."""
     import llvmlite.binding as llvm
 
     module = llvm.parse_assembly(function.inspect_llvm())
@@ -130,12 +128,8 @@ def _emit_object(function: Any, symbol: str) -> bytes | None:
             inner.linkage = "internal"
     _optimise(module)
     declared = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
-    foreign = {name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX)}
-    if foreign:
-        needed = ", ".join(sorted(foreign))
-        LOG.warning("every start compiles %s: its machine code refers to %s", symbol, needed)
-        return None
-    return _target_machine().emit_object(module)
+    foreign = sorted(name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX))
+    return _target_machine().emit_object(module), foreign
 
 
 def _optimise(module: Any) -> None:

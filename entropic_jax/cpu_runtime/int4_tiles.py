@@ -169,7 +169,7 @@ def tiles(copies: bool, fewest: int = 1) -> Any:
         copies: see `tile`.
         fewest: rows that a tile has at least; `MAX_TILE_ROWS` at most.
     """
-    from numba import njit
+    from .numba_compiler import njit
 
     wide = has_wide_registers()
     single, two, three, four, five, six = (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from .call_frame import (
     allocate,
@@ -22,6 +22,7 @@ from .call_frame import (
     words,
     xla_handler,
 )
+from .numba_compiler import njit
 from .thread_pool import next_chunk, parallel_for
 
 __all__ = [

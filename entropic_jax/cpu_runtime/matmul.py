@@ -195,7 +195,7 @@ def tiles(dtype: str, source: str, prefetches: int, fewest: int = 1, rounded: bo
         fewest: rows that a tile has at least; `MAX_TILE_ROWS` at most.
         rounded: see `tile`.
     """
-    from numba import njit
+    from .numba_compiler import njit
 
     most, wide = MAX_TILE_ROWS, has_wide_registers()
     single, two, three, four, five, six = (

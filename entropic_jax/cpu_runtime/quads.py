@@ -179,7 +179,7 @@ def tiles(first: bool) -> Any:
     Args:
         first: see `tile`.
     """
-    from numba import njit
+    from .numba_compiler import njit
 
     single, two, three, four, five = (tile(rows, first) for rows in range(1, MAX_TILE_ROWS + 1))
 

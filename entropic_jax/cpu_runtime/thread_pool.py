@@ -13,12 +13,13 @@ import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import cfunc, njit, types
+from numba import types
 from numba.extending import intrinsic
 
 from .call_frame import symbol_address
 from .instructions import intrinsic_of
 from .mailbox import ARGUMENT, BUSY, DONE, FUNCTION, JOB, MAILBOX, THREADS
+from .numba_compiler import cfunc, njit
 
 SPINS = 20_000  # before the first sleep
 SHORT_SLEEP, LONG_SLEEP = 10, 2000  # µs

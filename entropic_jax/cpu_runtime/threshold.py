@@ -28,7 +28,7 @@ def compile_threshold(min_weight: float) -> Any:
         mass: scratch buffer, float32 `[BINS]`.
         count: scratch buffer, int32 `[BINS]`.
     """
-    from numba import njit
+    from .numba_compiler import njit
 
     base, smallest = int(np.float32(min_weight).view(np.int32)), np.float32(min_weight)
     reach = int(np.float32(2).view(np.int32)) - base

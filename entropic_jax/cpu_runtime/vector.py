@@ -137,7 +137,7 @@ def gated_products(largest: float) -> Any:
 @cache
 def exponentials() -> Any:
     """`exponentials(x, peak, power)`: x[t] ← exp(x[t] − peak) in place, with int32 scratch; the sum."""
-    from numba import njit
+    from .numba_compiler import njit
 
     lowest, log2_e, c0 = (np.float32(x) for x in (-126, 1.4426950408889634, 1))
     # Minimax coefficients of 2ᶠ on [0, 1): relative error 8e-8.

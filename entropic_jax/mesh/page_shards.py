@@ -31,7 +31,7 @@ class PageShards:
         """
         return -(-pages // self.size)
 
-    def owns(self, page: jax.Array) -> jax.Array:
+    def holds(self, page: jax.Array) -> jax.Array:
         """Whether pages int32 `[…]` of the pool are on this device."""
         return jax.lax.rem(page, jnp.int32(self.size)) == self.number
 

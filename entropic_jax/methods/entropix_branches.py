@@ -258,15 +258,15 @@ def backtrack(search: SearchState, plan: SearchPlan, max_sequences: int | None =
         cache=rewind(cache, back, to, max_sequences),
     )
     by_sequence = lambda x: x[::k]
-    turns, counts = by_sequence(back), search.counts
+    returns, counts = by_sequence(back), search.counts
     return search._replace(
         state=state,
         uncertain_position=keep(-1, search.uncertain_position),
         previous_uncertain_position=keep(-1, search.previous_uncertain_position),
-        last_backtrack=jnp.where(turns, by_sequence(length), search.last_backtrack),
+        last_backtrack=jnp.where(returns, by_sequence(length), search.last_backtrack),
         counts=counts._replace(
-            returned=counts.returned + turns.astype(jnp.int32),
-            discarded=counts.discarded + jnp.where(turns, by_sequence(length - to), 0),
+            returned=counts.returned + returns.astype(jnp.int32),
+            discarded=counts.discarded + jnp.where(returns, by_sequence(length - to), 0),
         ),
     )
 

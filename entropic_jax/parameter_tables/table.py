@@ -193,9 +193,9 @@ class TokenIds(NamedTuple):
             isinstance(value, Sequence)
             and not isinstance(value, str | bytes | bytearray)
             and self.optional <= _length(value) <= self.most
-            and all(type(token) is int and 0 <= token <= LARGEST_INT for token in value)
+            and not any(isinstance(token, str) or _token_id(token) is None for token in value)
         ):
-            return tuple(value)
+            return tuple(int(token) for token in value)
         raise ParameterError(f"{name} must be {self}; got {short(value)}", name)
 
 

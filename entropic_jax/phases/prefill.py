@@ -119,12 +119,7 @@ def start(
     state = state._replace(expert_policy=expert_policy)
     state, total = _place_prompts(state, prompts, max_tokens, seeds, stop)
     if speculator is not None:
-        text = _prompt_text(prompts, cache.table.shape[1] * cache.page_size)
-        state = state._replace(
-            text=text,
-            speculation=speculator.init(len(prompts)),
-            features=speculator.features(len(prompts), decoder.shape.hidden),
-        )
+        state = _with_speculator(state, speculator, prompts, decoder.shape.hidden)
     state = sharding.place(_with_own_buffers(state), getattr(decoder, "mesh", None))
     return _prefill_prompts(decoder, params, state, prompts, total)
 
@@ -246,12 +241,19 @@ def stop_table(stop: Sequence[Sequence[int]], rows: int) -> np.ndarray:
     return stops
 
 
-def _prompt_text(prompts: Sequence[Sequence[int]], context: int) -> jax.Array:
-    """The tokens of the prompts by position, int32 `[rows, context + 1]`: a full row has one token more."""
-    text = np.zeros((len(prompts), context + 1), np.int32)
+def _with_speculator(state: State, speculator: Any, prompts: Sequence[Sequence[int]], hidden: int) -> State:
+    """The state with what a speculator keeps, and with the prompts' tokens, from which it may draft.
+
+    The text has one position more than the cache, for the last token of a full row.
+    """
+    text = np.zeros((len(prompts), state.cache.table.shape[1] * state.cache.page_size + 1), np.int32)
     for row, prompt in enumerate(prompts):
         text[row, : len(prompt)] = prompt
-    return jnp.asarray(text)
+    return state._replace(
+        text=jnp.asarray(text),
+        speculation=speculator.init(len(prompts)),
+        features=speculator.features(len(prompts), hidden),
+    )
 
 
 def _prefill_prompts(

@@ -252,9 +252,9 @@ def run_pass(
     carry = state.cache.layers, room
     for index, width in enumerate(widths):
         # A loop of no or one turn: XLA copies the page pool into a conditional, but not into a loop.
-        turns = (plan.size == index).astype(jnp.int32)
-        body = lambda number, x, width=width, turns=turns: run(width, number < turns, *x)
-        carry = jax.lax.fori_loop(0, turns, body, carry)
+        repeats = (plan.size == index).astype(jnp.int32)
+        body = lambda number, x, width=width, repeats=repeats: run(width, number < repeats, *x)
+        carry = jax.lax.fori_loop(0, repeats, body, carry)
     layers, logits = carry
     return with_layers(layers), logits
 

@@ -87,7 +87,7 @@ class Layer(NamedTuple):
         numbers = numbers if self.first_page is None else numbers + self.first_page
         if self.page_shards is None:
             return numbers
-        return jnp.where(self.page_shards.owns(table), numbers, self.key_min.shape[0] - 1)
+        return jnp.where(self.page_shards.holds(table), numbers, self.key_min.shape[0] - 1)
 
     def in_stack(self, repeat: jax.Array | int, repeats: int) -> "Layer":
         """One of the layers of this stack.

@@ -102,7 +102,7 @@ def test_the_gain_of_pruning_through_the_soft_relaxation():
     assert abs(slopes_found["dropped_mass_limit"]) > 1e-3
 
 
-MARKS = {"cpu": pytest.mark.slow, "xla": pytest.mark.slow, "interpret": pytest.mark.exhaustive}
+MARKS = {"cpu": pytest.mark.slow, "xla": pytest.mark.exhaustive, "interpret": pytest.mark.exhaustive}
 
 
 @pytest.mark.parametrize("kernels", [pytest.param(name, marks=mark) for name, mark in MARKS.items()])

@@ -159,12 +159,12 @@ ENTROPIES = st.sampled_from([0, 1, 3, 11, 12, math.nan, math.inf])
     st.integers(1, 40),
     st.booleans(),
 )
-def test_no_one_waits_longer_than_promised(entropies, loads, begins, width, bound, turns, adaptive):
-    law = Scheduling(width, bound=jnp.float32(bound), ageing=jnp.float32(bound / turns))
+def test_no_one_waits_longer_than_promised(entropies, loads, begins, width, bound, rounds, adaptive):
+    law = Scheduling(width, bound=jnp.float32(bound), ageing=jnp.float32(bound / rounds))
     rows = load(6, cost=loads[0], memory=loads[1], slack=loads[2])
     runnable = np.arange(150)[:, None] >= begins
     emitted, _ = serve(law, rows, entropies, runnable, adversary=feed_the_favourite if adaptive else None)
-    assert longest_wait(emitted, runnable) <= turns + 1e-3 + math.ceil(6 / width)
+    assert longest_wait(emitted, runnable) <= rounds + 1e-3 + math.ceil(6 / width)
     waiting = np.minimum(runnable.sum(1), width)
     assert (np.asarray(emitted).sum(1)[41:] == waiting[41:]).all()  # and no place stays empty
 
@@ -220,12 +220,12 @@ def test_baselines_do_what_their_names_say(name, order):
 def test_what_found_no_page_does_not_hold_its_place():
     law, action = Scheduling(1, ageing=1.0), plain_action(jnp.ones(2))
     update, state = jax.jit(law.schedule), law.init(action)
-    turns = []
+    rounds = []
     for _ in range(40):
-        turns.append(action.quota[1])
+        rounds.append(action.quota[1])
         advanced = jnp.array([False, True]) & (action.quota > 0)  # the first never does
         action, state = update(measured([True, True], advanced), action, state)
-    assert sum(turns) >= 15
+    assert sum(rounds) >= 15
 
 
 def test_the_predictor_observes_tokens_and_not_steps():

@@ -17,8 +17,9 @@ def aligned(x) -> np.ndarray:
 @pytest.fixture(scope="module")
 def kernels():
     """Scores, the softmax and the accumulation of a page, called from Python."""
+    from numba import njit
+
     from entropic_jax.cpu_runtime import attention, attention_scores
-    from entropic_jax.cpu_runtime.kernel import compiled
     from entropic_jax.cpu_runtime.matmul import has_wide_registers
 
     wide = has_wide_registers()
@@ -26,15 +27,15 @@ def kernels():
     emitted_softmax = attention.softmax(PAGE_SIZE, HEAD_DIM, False, wide)
     emitted_accumulate = attention.accumulate(1, HEAD_DIM, PAGE_SIZE, "float32", wide)
 
-    @compiled
+    @njit
     def scores(keys, query, out, block, heads, begin, end):
         emitted_scores(keys, query, out, block, heads, begin, end, keys)
 
-    @compiled
+    @njit
     def softmax(scores, top, total, out, begin, end):
         emitted_softmax(scores, top, total, out, begin, end, 0, 0)
 
-    @compiled
+    @njit
     def accumulate(weights, values, out, heads, begin, end):
         emitted_accumulate(weights, values, out, heads, begin, end, values)
 

@@ -1,5 +1,6 @@
 """The machine-code cache: a second process loads what the first one compiled, and nothing else."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -49,6 +50,35 @@ def test_a_second_process_compiles_nothing(tmp_path):
         file.write_bytes(file.read_bytes()[:-3] + b"???")
     assert run(tmp_path) == (True, bits)
     assert run(tmp_path) == (False, bits)
+
+
+def test_functions_of_kernels_have_no_machine_code_of_their_own(tmp_path, monkeypatch):
+    from numba import types
+
+    from entropic_jax.cpu_runtime import code_cache
+    from entropic_jax.cpu_runtime.numba_compiler import cfunc, njit
+
+    monkeypatch.setenv(code_cache.VARIABLE, "")
+    code_cache.cache_folder.cache_clear()
+
+    @njit(nogil=True)
+    def triple(x):
+        return 3 * x
+
+    @cfunc(types.intp(types.intp))
+    def entry(x):
+        return triple(x) + min(x, 2)
+
+    assert entry.address == 0
+    with pytest.raises(KeyError, match="Python cannot call a part of a kernel"):
+        triple(5)
+    try:
+        address = code_cache.load_or_compile(
+            "entropic_of_a_test", lambda: iter([("entropic_of_a_test", entry)])
+        )
+    finally:
+        code_cache.cache_folder.cache_clear()
+    assert ctypes.CFUNCTYPE(ctypes.c_ssize_t, ctypes.c_ssize_t)(address)(5) == 17
 
 
 @pytest.mark.exhaustive

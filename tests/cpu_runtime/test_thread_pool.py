@@ -20,31 +20,31 @@ SCRIPT = """
 import ctypes, os, sys, threading, time
 os.sched_getaffinity = lambda process: range(3)
 import numpy as np
-from numba import cfunc, types
+from numba import cfunc, njit, types
 from entropic_jax.cpu_runtime import threads
 threads.start()
-from entropic_jax.cpu_runtime.kernel import allocate, compiled, free, parallel_for, thread_task, words
+from entropic_jax.cpu_runtime.kernel import allocate, free, parallel_for, words
 from entropic_jax.cpu_runtime.thread_pool import _fetch_add
 
 chunks, helped_jobs, rounds = int(sys.argv[1]), int(sys.argv[2]), 1_000_000
 this_thread = ctypes.CDLL(None).pthread_self
 this_thread.argtypes, this_thread.restype = [], ctypes.c_size_t
 
-@compiled
+@njit
 def compute(seed, chunk):
     x = seed + chunk
     for _ in range(rounds * (1 + 4 * (chunk == 0))):
         x = x * 6364136223846793005 + 1442695040888963407
     return x
 
-@compiled
+@cfunc(types.void(types.intp, types.intp))
 def task(argument, chunk):
     job = words(argument, 1 + 3 * chunks)
     _fetch_add(argument + 8 * (1 + 3 * chunk), 1)
     job[2 + 3 * chunk] = this_thread()
     job[3 + 3 * chunk] = compute(job[0], chunk)
 
-task_address = thread_task(task).address
+task_address = task.address
 
 @cfunc(types.void(types.intp, types.intp))
 def run(seed, out):

@@ -8,10 +8,13 @@ from entropic_jax import cpu_runtime
 if not cpu_runtime.numba_installed():
     pytest.skip("Numba is not installed", allow_module_level=True)
 
+from numba import njit
+
 from entropic_jax.cpu_runtime.threshold import BINS, KEEP_ALL, KEEP_NONE, compile_threshold
 
 LEAST = 1e-12
-threshold = compile_threshold(LEAST)
+part_of_kernels = compile_threshold(LEAST)
+threshold = njit(lambda *arguments: part_of_kernels(*arguments))  # Python can call it
 
 
 def floor_of(weight: np.ndarray, need: float, number: int = 0) -> np.float32:

@@ -162,7 +162,7 @@ def test_the_token_taken_back_is_drawn_otherwise():
     assert int(search.counts.discarded[0]) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_nothing_that_is_settled_changes():
     plan, controller = PLAN, law(thresholds=Thresholds(0.3, 9.0, 2.0, 0.2, 2.5))
     texts = tiny.prompts(9, 14)

@@ -12,6 +12,7 @@ from entropic_jax.models.model import quantised
 from entropic_jax.models.placement import copied, shard
 from entropic_jax.pallas import skinny_matmul
 from tests import tiny
+from tests.marks import exhaustive
 
 CONFIG = Config("Gemma3ForCausalLM", 192, 64, 128, 2, 4, 2, 16, tie_word_embeddings=True, sliding_window=8)
 EXACT = dict(strict=True)
@@ -41,7 +42,7 @@ def tokens_and_logits(model: models.Model) -> tuple[jax.Array, jax.Array]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("blocked", [False, True])
+@pytest.mark.parametrize("blocked", [True, *exhaustive(False)])
 def test_one_table_gives_the_bits_of_two(loaded, blocked):
     shared, separate = (loaded(one_table, blocked=blocked) for one_table in (True, False))
     assert shared.params["embed_tokens"]["weight"] is shared.params["lm_head"]["kernel"]

@@ -20,9 +20,9 @@ PAGE, LENGTH, STEPS = 8, 57, 24
 TOLERANCE = 2e-4
 # Chunks, growth of queries, caps, sinks, latent vectors, layers without rotation.
 FAMILIES = ("Llama4", "Gemma2", "GptOss", "DeepseekV3", "SmolLM3")
-FAST = "Llama4"
-EACH = [pytest.param(f, marks=() if f == FAST else pytest.mark.slow) for f in FAMILIES]
-IN_CI = {("Llama4", "full"), ("DeepseekV3", "off")}
+MARKS = {"Llama4": (), "GptOss": pytest.mark.slow, "DeepseekV3": pytest.mark.slow}
+EACH = [pytest.param(f, marks=MARKS.get(f, pytest.mark.exhaustive)) for f in FAMILIES]
+IN_CI = {("Llama4", "full")}
 DRAFTED = [
     pytest.param(
         family, preset, marks=pytest.mark.slow if (family, preset) in IN_CI else pytest.mark.exhaustive
@@ -81,7 +81,7 @@ def test_logits_do_not_depend_on_passes(family):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == FAST else pytest.mark.exhaustive) for f in FAMILIES]
+    "family", [pytest.param(f, marks=() if f == "Llama4" else pytest.mark.exhaustive) for f in FAMILIES]
 )
 def test_quantised_pages_are_near(family):
     model = random_model(family)

@@ -44,10 +44,10 @@ def test_frequencies_are_those_of_transformers(kind, theta):
 def test_each_bound_of_yarn_changes_other_pairs():
     """Pairs that turn more often than `beta_fast` keep their frequency; that of slow ones is divided."""
     unscaled, scaled = rope_frequencies(128, 1e4), rope_frequencies(128, 1e4, YARN)
-    turns = 4096 * unscaled / (2 * np.pi)
-    np.testing.assert_array_equal(scaled[turns > 25], unscaled[turns > 25])
-    np.testing.assert_allclose(scaled[turns < 2.4], unscaled[turns < 2.4] / 4, rtol=1e-6)
-    between = (turns > 3) & (turns < 16)
+    rotations = 4096 * unscaled / (2 * np.pi)
+    np.testing.assert_array_equal(scaled[rotations > 25], unscaled[rotations > 25])
+    np.testing.assert_allclose(scaled[rotations < 2.4], unscaled[rotations < 2.4] / 4, rtol=1e-6)
+    between = (rotations > 3) & (rotations < 16)
     assert np.all((scaled[between] < unscaled[between]) & (scaled[between] > unscaled[between] / 4))
     for name, value in (("beta_fast", 40.0), ("beta_slow", 1.0)):
         assert np.any(rope_frequencies(128, 1e4, YARN._replace(**{name: value})) != scaled), name

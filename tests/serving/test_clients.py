@@ -6,6 +6,8 @@ from typing import Literal
 
 import pytest
 
+from tests.marks import exhaustive
+
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 CODE = "def fibonacci(n):\n"
 MESSAGES = [{"role": "user", "content": "import json"}]
@@ -130,9 +132,9 @@ def test_anthropic(real):
         (call,) = answer.content
         assert answer.stop_reason == "tool_use" and valid(call.name, json.dumps(call.input))
         result = {"type": "tool_result", "tool_use_id": call.id, "content": "done"}
-        turns = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+        added = [{"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
         with client.messages.stream(
-            **fields, messages=[*MESSAGES, *turns], tools=[tool], tool_choice=choice
+            **fields, messages=[*MESSAGES, *added], tools=[tool], tool_choice=choice
         ) as stream:
             (call,) = stream.get_final_message().content
         assert valid(call.name, json.dumps(call.input))
@@ -140,7 +142,7 @@ def test_anthropic(real):
         assert count.input_tokens == said.usage.input_tokens + (said.usage.cache_read_input_tokens or 0)
 
 
-@pytest.mark.parametrize("preset", ["micro", "full", "full-lossy"])
+@pytest.mark.parametrize("preset", ["micro", "full", *exhaustive("full-lossy")])
 def test_the_extension_through_openai(client, preset):
     extra = {"entropic": {"preset": preset, "target_entropy": 1.0, "trace": True}}
     answer = client.completions.create(

@@ -81,7 +81,7 @@ def test_texts_of_other_rotations_share_no_pages(kind, directory):
     assert long_tokens == generated(model, [long], STEPS)[0].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_preemption_keeps_the_rotation(directory):
     """Texts that grow beyond the original context are replayed, not prefilled with the other factors."""
     model = rope_model(directory, "longrope")

@@ -90,7 +90,7 @@ def test_preemption_keeps_what_a_law_remembers(model, calibration):
     assert results[0] == results[1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_steps_without_it_do_not_pay_for_it(model, calibration):
     options = dict(batch_invariant=False, max_num_seqs=2)
     for engine in engine_of(model, calibration, "entropix", **options):

@@ -14,7 +14,7 @@ from tests.serving.ray_fleet import running_fleet
 
 pytest.importorskip("ray", reason="pip install -e '.[ray]'")
 pytest.importorskip("fastapi")
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive
 
 BACK = 90.0  # seconds in which a replica must have been replaced
 TITLE = b"ray::ReplicaProcess"

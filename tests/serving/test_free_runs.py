@@ -179,7 +179,7 @@ def test_wrong_guesses_change_no_text(exact):  # noqa: F811
         assert texts(exact, guess) == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_wrong_guesses_change_no_text_of_drafts(model):  # noqa: F811
     for engine in engine_of(model, batch_invariant=False, preset="meso", num_speculative_tokens=3):
         expected = texts(engine, 0)

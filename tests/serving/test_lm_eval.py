@@ -109,8 +109,8 @@ def test_multiple_choice(results, real):
     right = 0
     for sample, question in zip(samples, QUESTIONS, strict=True):
         context = encode(question["text"])
-        wholes = [encode(question["text"] + choice) for choice in question["choices"]]
-        reference = likelihoods(model, wholes)
+        full_texts = [encode(question["text"] + choice) for choice in question["choices"]]
+        reference = likelihoods(model, full_texts)
         options = [(float(value), greedy in (True, "True")) for value, greedy in sample["filtered_resps"]]
         sums = [logprobs[len(context) - 1 :].sum() for logprobs, _ in reference]
         assert [value for value, _ in options] == pytest.approx(sums, abs=1e-5)

@@ -8,6 +8,7 @@ import pytest
 from entropic_jax.methods.registry import METHODS
 from entropic_jax.parameter_tables.prefill_options import SPARSE_METHODS
 from entropic_jax.serving.options import control_options
+from tests.marks import exhaustive
 
 
 def test_the_command_line_knows_every_method():
@@ -16,7 +17,7 @@ def test_the_command_line_knows_every_method():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["snapkv", "adakv", "quest"])
+@pytest.mark.parametrize("name", ["snapkv", *exhaustive("adakv", "quest")])
 def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
     common = ("generate", "--model", directory, "--prompt", "a" * 90, "--json", "--temperature", "0")
     common += ("--max-tokens", "30", "--ignore-eos", "--seed", "1")

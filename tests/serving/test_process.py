@@ -18,6 +18,7 @@ import pytest
 
 from entropic_jax.serving.http.process import MARGIN, bind, last_seconds
 from entropic_jax.serving.http.settings import Settings
+from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
@@ -30,7 +31,8 @@ class Process:
         self, *options: str, program: Path = ROOT / "serving" / "server.py", **environment: str
     ) -> None:
         command = [sys.executable, program, "--port", "0", "--warmup", "none"]
-        command += ["--max-num-seqs", "2", "--max-model-len", "512", "--log-format", "json", *options]
+        command += ["--model", str(shallow_model()), "--max-num-seqs", "2", "--max-model-len", "512"]
+        command += ["--log-format", "json", *options]
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
         )
@@ -73,7 +75,7 @@ def complete(url: str, **body) -> str:
 
 
 def test_it_comes_back_and_drains():
-    with started() as first:
+    with started("--preset", "off") as first:
         text = complete(first.url)
         body = {"prompt": "x", "max_tokens": 400, "stream": True, "ignore_eos": True}
         with httpx2.stream("POST", f"{first.url}/v1/completions", json=body, timeout=300) as answer:
@@ -82,7 +84,7 @@ def test_it_comes_back_and_drains():
             assert first.end(signal.SIGKILL) == -signal.SIGKILL
             with pytest.raises(httpx2.HTTPError):
                 list(lines)
-    with started("--api-key", "secret-key") as second:
+    with started("--api-key", "secret-key", "--preset", "off") as second:
         with pytest.raises(AssertionError, match="AuthenticationError"):
             complete(second.url)
         headers = {"Authorization": "Bearer secret-key"}

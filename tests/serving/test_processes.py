@@ -120,7 +120,7 @@ def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible,
     assert several["drafting"] == (preset == "meso"), "no launch drafted, or one that should not"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_convert_a_model_that_any_number_loads(divisible, environment, tmp_path):
     output, port = str(tmp_path / "converted"), free_port()
     command = [sys.executable, "-m", "entropic_jax", "convert", "--model", divisible, "--output", output]

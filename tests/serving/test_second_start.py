@@ -25,7 +25,7 @@ def test_an_engine(folder, directory):
     assert all(file.stat().st_mode & 0o077 == 0 for file in folder.rglob("*.program"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_requests_run_while_programs_are_loaded_or_compiled(folder, model):  # noqa: F811
     """The first programs consume the state whose shapes the later ones are compiled for."""
 

@@ -126,7 +126,7 @@ def test_more_rows_than_a_batch_that_drafts(model, off, monkeypatch):  # noqa: F
         assert engine.snapshot()["num_drafts"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_drafts_from_a_pruned_cache_change_nothing(model, off, monkeypatch):  # noqa: F811
     cheap = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.01, 0.0))
     monkeypatch.setattr(programs, "known_costs", lambda _: cheap)

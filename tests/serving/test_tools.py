@@ -106,8 +106,8 @@ TEXTS = [
 def test_a_text_is_split_however_it_comes(form, text, reasoning, content, thought, pairs):
     draw = random.Random(0)
     for number in range(40):
-        cuts = sorted(draw.sample(range(1, len(text)), min(len(text) - 1, (0, len(text), 1, 4)[number % 4])))
-        pieces = [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        ends = sorted(draw.sample(range(1, len(text)), min(len(text) - 1, (0, len(text), 1, 4)[number % 4])))
+        pieces = [text[i:j] for i, j in zip([0, *ends], [*ends, len(text)], strict=True)]
         said, reasoned, split = parsed(form, pieces, reasoning)
         assert (said, reasoned) == (content, thought)
         assert [(name, json.loads(arguments)) for name, arguments in split] == list(pairs)

@@ -6,12 +6,13 @@ import pytest
 
 from entropic_jax.speculation import emission_timing as module
 from tests import tiny
+from tests.marks import exhaustive
 
 MODEL = tiny.model()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("rows", [1, *exhaustive(3)])
 def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, rows):
     traces = []
 
@@ -29,7 +30,7 @@ def test_passes_and_steps_emit_the_same_tokens_and_verify_no_draft(monkeypatch, 
     assert not of_passes.num_drafted.any()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_launches_run_as_many_passes_as_they_say():
     passes, steps = module.emitting_launches(MODEL.decoder, MODEL.params, 1, 20, 3, page_size=8)
     assert passes() == steps() == module.PASSES

@@ -15,7 +15,7 @@ from tests.speculation import test_head, test_model_drafter
 from tests.tiny import model
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_head_reads_a_layer_of_a_stack():
     """Tokens, drafts and acceptance are those over separate layers."""
     decoder, params = test_head.headed()

@@ -109,15 +109,15 @@ def kernel(
         x, _ = read(chunk)
         return jnp.where(x > top, x, top)  # NaN is passed over
 
-    turns = shape.size // LENGTH
+    rounds = shape.size // LENGTH
     top = full(-jnp.inf)
     for stage in range(STAGES):
         plgpu.barrier_wait(held.arrived.at[stage])
-        first = stage * (turns // STAGES)
-        top = lax.fori_loop(first, first + turns // STAGES, largest, top)
+        first = stage * (rounds // STAGES)
+        top = lax.fori_loop(first, first + rounds // STAGES, largest, top)
 
     tally = lambda mask: jnp.sum(jnp.where(mask, 1, 0))
-    count = lambda floor, end: _count(read, turns, full, floor, end)
+    count = lambda floor, end: _count(read, rounds, full, floor, end)
     floor, end = _candidates(shape, top, tally, count)
     highest = jnp.max(top)
     origin = jnp.where(highest == -jnp.inf, 0.0, highest)
@@ -129,7 +129,7 @@ def kernel(
         append(candidate, x, begin + place, held.values, held.places, held.num_candidates, shape.portable)
         return _weigh(x - origin, scales, sums, candidate)
 
-    sums = lax.fori_loop(0, turns, take_in, tuple(full(0.0) for _ in range(6)))
+    sums = lax.fori_loop(0, rounds, take_in, tuple(full(0.0) for _ in range(6)))
     values, places = cast(held.values[...]), cast(held.places[...])
     rank = _ranks(held, values, places, full)
     sums = _weigh(values - origin, scales, sums, rank < shape.k)
@@ -171,14 +171,14 @@ def _weigh(apart, scales: list[Any], sums: tuple[Any, ...], out) -> tuple[Any, .
     return tuple(a + b for a, b in zip(sums, added, strict=True))
 
 
-def _count(read, turns: int, full, floor, end) -> jax.Array:
+def _count(read, rounds: int, full, floor, end) -> jax.Array:
     """How many values are above the floor, or at it up to a place."""
 
     def add(chunk, counts):
         x, place = read(chunk)
         return counts + jnp.where((x > floor) | ((x == floor) & (place <= end)), 1, 0)
 
-    return jnp.sum(lax.fori_loop(0, turns, add, full(0, jnp.int32)))
+    return jnp.sum(lax.fori_loop(0, rounds, add, full(0, jnp.int32)))
 
 
 def _halve(count, low, high, many, enough: int, k: int) -> tuple[Any, Any]:

@@ -34,7 +34,7 @@ class State(NamedTuple):
     """
 
     end_values: Any  # float32 [rows, buckets]: where the lists ended
-    end_turns: Any  # int32, the same: the round over the buckets in which a token came
+    end_rounds: Any  # int32, the same: the round over the buckets in which a token came
     best: Any  # ascending: the largest tokens so far
     best_indices: Any  # int32
     highest: Any  # the same in every lane
@@ -48,7 +48,7 @@ class BucketLists(NamedTuple):
     """The largest tokens of each bucket; NOWHERE where a list has no token."""
 
     values: Any  # float32 [DEPTH, block, buckets]
-    turns: Any  # int32, the same
+    rounds: Any  # int32, the same
 
 
 def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_ref: Any, *refs: Any) -> None:
@@ -81,7 +81,7 @@ def kernel(shape: Shape, first: bool, projecting: bool, active_ref: Any, scales_
     @pl.when(step == 0)
     def begin():
         lists.values[...] = jnp.full(lists.values.shape, -jnp.inf)
-        lists.turns[...] = jnp.full(lists.turns.shape, NOWHERE)
+        lists.rounds[...] = jnp.full(lists.rounds.shape, NOWHERE)
         if first:
             for ref, value in (
                 (state.highest, -jnp.inf),
@@ -125,8 +125,8 @@ def _take_in(
 ):
     """Add one block of logits of a group of rows to the lists and the sums."""
     buckets, width = shape.buckets, shape.width
-    strips, turns = min(buckets, width) // LANES, max(1, width // buckets)
-    first_turn = number * turns if width >= buckets else number * width // buckets
+    strips, rounds = min(buckets, width) // LANES, max(1, width // buckets)
+    first_round = number * rounds if width >= buckets else number * width // buckets
     first_strip = 0 if width >= buckets else (number * width % buckets) // LANES
     lane = lax.broadcasted_iota(jnp.int32, (shape.group, LANES), 1)
     ragged = shape.vocabulary % width != 0
@@ -140,7 +140,7 @@ def _take_in(
         return jnp.where((number < full) | (place + lane < shape.vocabulary % width), x, -jnp.inf)
 
     def largest(strip, top):
-        for iteration in range(turns):
+        for iteration in range(rounds):
             top = jnp.maximum(top, logits(iteration * buckets + strip * LANES))
         return top
 
@@ -164,29 +164,31 @@ def _take_in(
     def strip_of(strip, carry):
         *sums, max_unlisted = carry
         lanes = pl.ds(pl.multiple_of((first_strip + strip) * LANES, LANES), LANES)
-        kept = [(lists.values[level, rows, lanes], lists.turns[level, rows, lanes]) for level in range(DEPTH)]
-        for iteration in range(turns):
+        kept = [
+            (lists.values[level, rows, lanes], lists.rounds[level, rows, lanes]) for level in range(DEPTH)
+        ]
+        for iteration in range(rounds):
             x = logits(iteration * buckets + strip * LANES)
-            j = jnp.full(x.shape, first_turn + iteration)
+            j = jnp.full(x.shape, first_round + iteration)
             if not first:
-                end, end_turn = state.end_values[rows, lanes], state.end_turns[rows, lanes]
+                end, end_round = state.end_values[rows, lanes], state.end_rounds[rows, lanes]
                 # NaN compares false and stays.
-                x = jnp.where((x > end) | ((x == end) & (j <= end_turn)), -jnp.inf, x)
+                x = jnp.where((x > end) | ((x == end) & (j <= end_round)), -jnp.inf, x)
             # The token moves in before the first that is smaller, and the others move on, the last to the
             # sums. An equal one stays before it: it came first. NaN is not larger, and goes to the sums.
             token = x
-            for level, (value, turn_of) in enumerate(kept):
+            for level, (value, round_of) in enumerate(kept):
                 larger = token > value
-                kept[level] = jnp.where(larger, x, value), jnp.where(larger, j, turn_of)
-                x, j = jnp.where(larger, value, x), jnp.where(larger, turn_of, j)
+                kept[level] = jnp.where(larger, x, value), jnp.where(larger, j, round_of)
+                x, j = jnp.where(larger, value, x), jnp.where(larger, round_of, j)
             max_unlisted = jnp.where(x > max_unlisted, x, max_unlisted)
             apart = distance(x, highest)
             for n, scale in enumerate(scales):
                 for part, summand in enumerate(weigh(apart, scale)):
                     sums[3 * n + part] = sums[3 * n + part] + summand
-        for level, (value, turn_of) in enumerate(kept):
+        for level, (value, round_of) in enumerate(kept):
             lists.values[level, rows, lanes] = value
-            lists.turns[level, rows, lanes] = turn_of
+            lists.rounds[level, rows, lanes] = round_of
         return (*sums, max_unlisted)
 
     *sums, state.max_unlisted[rows] = lax.fori_loop(0, strips, strip_of, (*sums, state.max_unlisted[rows]))
@@ -208,7 +210,7 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     lane = lax.broadcasted_iota(jnp.int32, (group, LANES), 1)
 
     def index(strip, level):
-        iteration = lanes_of(lists.turns, level, strip)
+        iteration = lanes_of(lists.rounds, level, strip)
         return jnp.where(iteration == NOWHERE, NOWHERE, iteration * shape.buckets + strip * LANES + lane)
 
     indices = jnp.concatenate([index(strip, level) for strip, level in blocks])
@@ -235,11 +237,11 @@ def _settle(shape: Shape, rows, scales_ref, state: State, lists: BucketLists) ->
     least, least_index = (x[:, LANES - shape.k : LANES - shape.k + 1] for x in (best, best_indices))
     short = jnp.zeros((group, LANES))
     for strip in range(strips):
-        value, iteration = lanes_of(lists.values, DEPTH - 1, strip), lanes_of(lists.turns, DEPTH - 1, strip)
+        value, iteration = lanes_of(lists.values, DEPTH - 1, strip), lanes_of(lists.rounds, DEPTH - 1, strip)
         ended = before(value, index(strip, DEPTH - 1), least, least_index)
         short = jnp.where(ended, 1.0, short)
         state.end_values[rows, strip * LANES : (strip + 1) * LANES] = value
-        state.end_turns[rows, strip * LANES : (strip + 1) * LANES] = iteration
+        state.end_rounds[rows, strip * LANES : (strip + 1) * LANES] = iteration
     max_unlisted = state.max_unlisted[rows]
     lost = jnp.where((max_unlisted > -jnp.inf) & (max_unlisted >= least), short, 0.0)
     state.overflow[rows] = jnp.broadcast_to(jnp.max(lost, axis=1, keepdims=True), lost.shape)

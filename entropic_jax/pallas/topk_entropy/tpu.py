@@ -31,7 +31,7 @@ from .reference import TopkEntropy, inverse
 from .sweep import DEPTH, Shape, State, kernel
 
 GROUP = 8  # rows in one group: the sublanes of a float32 register
-TURNS = 8  # rounds over the buckets in one block of logits
+ROUNDS = 8  # rounds over the buckets in one block of logits
 WEIGHT_BYTES = 1 << 21  # of the projection's weights in one of the two VMEM buffers
 PROJECTED_ROWS = 64  # that share one read of the weights
 VMEM_BYTES = 16 << 20  # the compiler's default limit for a kernel
@@ -55,7 +55,7 @@ def topk_entropy(
     check(logits, k)
     rows, vocabulary = logits.shape
     buckets = buckets or _buckets(k)
-    width = width or min(TURNS, pl.cdiv(vocabulary, buckets)) * buckets
+    width = width or min(ROUNDS, pl.cdiv(vocabulary, buckets)) * buckets
     block = min(rows, GROUP * 4 // logits.dtype.itemsize)  # complete tiles of the logits
     shape = Shape(rows, block, block, vocabulary, k, buckets, width)
     scales = jnp.stack([inverse(calibration), inverse(temperature)], axis=-1)
@@ -141,7 +141,7 @@ def _sweep(shape: Shape, before_it: State | None, active, hidden, source, scales
     lanes = lambda *leading: (*leading, rows, LANES)
     sums = lanes(2, 3)
     shapes = State((rows, buckets), (rows, buckets), lanes(), lanes(), lanes(), sums, lanes(), sums, lanes())
-    integers = {"end_turns", "best_indices"}
+    integers = {"end_rounds", "best_indices"}
     out = [
         jax.ShapeDtypeStruct(sizes, jnp.int32 if name in integers else jnp.float32)
         for name, sizes in shapes._asdict().items()

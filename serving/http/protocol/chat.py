@@ -50,6 +50,7 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = Field(
         None, description="go on with the last message; add_generation_prompt does not count then"
     )
+    chat_template: None = Field(None, description="`serve --chat-template` states it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
     documents: Documents | None = Field(None, description="texts to refer to, for the template")
 

@@ -40,6 +40,7 @@ class TokenizeChatBody(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     return_token_strs: bool | None = False
+    chat_template: None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     documents: Documents | None = None

@@ -11,7 +11,6 @@ from benchmarks.speculation.lengths.fixed import FixedLength, arms, endless, fix
 from benchmarks.speculation.lengths.measure import workloads
 from entropic_jax import allocate, chain, generate, parameters, start
 from entropic_jax.speculation import Cascade, PassCosts, make_speculator
-from tests.marks import exhaustive
 from tests.speculation.test_head import headed
 from tests.tiny import prompts
 
@@ -42,13 +41,10 @@ def run(speculator: Any) -> tuple[list[int], list[int]]:
     ].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "length"),
-    [
-        ("pruned", 3),
-        *exhaustive(("head", 6), ("auto", 2)),
-    ],
+    [("pruned", 3), ("head", 6), ("auto", 2)],
 )
 def test_a_fixed_length_is_verified_in_every_pass_though_the_law_would_draft_nothing(name, length):
     plain, _ = run(None)

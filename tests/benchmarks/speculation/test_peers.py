@@ -41,7 +41,7 @@ def copying_prompt() -> np.ndarray:
     return np.concatenate([code, code[:8]])[None].astype(np.int32)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_ours_with_drafts_has_the_tokens_of_plain_decoding(work):
     texts = {}
     for name in ("off", "suffix"):
