@@ -10,7 +10,13 @@ EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 
 @pytest.mark.slow
 @pytest.mark.standard_promotion
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda p: p.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(path, marks=pytest.mark.exhaustive if path.stem == "picture" else (), id=path.stem)
+        for path in sorted(EXAMPLES.glob("*.py"))
+    ],
+)
 def test_example(path, tmp_path, monkeypatch, capsys):
     if "import matplotlib" in path.read_text("utf-8"):
         pytest.importorskip("matplotlib")

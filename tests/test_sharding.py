@@ -142,7 +142,7 @@ def test_no_device_has_more_than_its_share(family, shards):
     assert mesh["pool_shape"][1] * size_of(shards) == device["pool_shape"][1]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("family", "shards"),
     [

@@ -75,7 +75,7 @@ def test_the_likeliest_tokens_are_those_of_plain_jax(with_kernel):
     np.testing.assert_allclose(plain.token_logprob, actual.token_logprob, atol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_gradients_pass_the_kernel(with_kernel):
     logits = jax.random.normal(jax.random.key(1), (2, 40)) * 3
     unit, active = jnp.float32(1.0), jnp.ones(2, bool)

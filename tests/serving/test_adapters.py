@@ -180,7 +180,8 @@ def test_adapters_are_checked_before_weights_are_read(directory, tmp_path, monke
 def test_a_server_answers_under_adapters(embedded_adapters):
     root = embedded_adapters
     modules = (lora.LoRAModule("a", str(root / "a")),)
-    options = dict(enable_lora=True, lora_modules=modules, max_loras=2, max_lora_rank=4, max_num_seqs=2)
+    options = dict(enable_lora=True, lora_modules=modules, max_loras=2, max_lora_rank=4)
+    options |= dict(preset="off", max_num_seqs=2)
     text = lambda live, model: post(
         live, "/v1/completions", model=model, prompt="def add(", temperature=0, max_tokens=24
     ).json()["choices"][0]["text"]

@@ -159,6 +159,7 @@ def test_scores_and_ranks(live, scoring):
     assert answer["usage"]["total_tokens"] > 0
 
 
+@pytest.mark.slow
 def test_pooled_hidden_states_are_those_of_one_pass(directory, monkeypatch):
     monkeypatch.setattr("entropic_jax.serving.engine.embedding.CPU_BUDGET", 32)
     model = models.load(directory)

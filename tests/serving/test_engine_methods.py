@@ -144,7 +144,7 @@ def test_what_a_method_made_is_not_shared(model):
         )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_preemption_tells_a_compressed_row_its_tokens_again(model):
     engine_requests = [
         engine_request(f"j{i}", prompt(30, i), seed=i, max_tokens=60, **WARM) for i in range(6)

@@ -76,7 +76,7 @@ def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     assert list(next(reference.batch([request])).token_ids) == alone
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_preemption_keeps_what_a_law_remembers(model, calibration):
     control = Control("dslider")
     engine_requests = [

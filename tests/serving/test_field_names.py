@@ -24,7 +24,6 @@ DEEP = "[" * 100_000
     [
         (COMPLETIONS, {**PROMPT, "guided_regex": "("}, "guided_regex", "guided_regex must"),
         (CHAT, {**MESSAGES, "chat_template": "{{ x }}"}, "chat_template", "chat_template must be null; got"),
-        (RESPONSES, {"input": "x", "top_logprobs": 3}, "top_logprobs", "top_logprobs must be 0; got 3"),
         (COMPLETIONS, {**PROMPT, "guided_json": {"type": "nope"}}, "guided_json", "guided_json must"),
         (CHAT, {**MESSAGES, "guided_grammar": "start: ("}, "guided_grammar", "guided_grammar must"),
         (

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,12 +98,14 @@ def tokens_of(
     return json.loads((folder / "0.out").read_text().splitlines()[-1])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("preset", "processes", "devices"),
     [
         ("off", 4, 1),
-        *exhaustive(("off", 2, 1), ("meso", 2, 1), ("full-lossy", 2, 1)),
+        ("off", 2, 1),
+        ("meso", 2, 1),
+        ("full-lossy", 2, 1),
     ],
 )
 def test_processes_give_the_tokens_of_one(preset, processes, devices, divisible, environment, tmp_path):
@@ -237,6 +239,14 @@ def killed_while_streaming(client: httpx2.Client, process: subprocess.Popen) -> 
     return lines
 
 
+def ended(request: Future[httpx2.Response]) -> bool:
+    """Whether a request has an answer, or its connection was closed by a process that ended before."""
+    try:
+        return request.result().status_code in (200, 500, 503)
+    except httpx2.RemoteProtocolError as error:
+        return "disconnected without sending a response" in str(error)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, *exhaustive(4)])
 def test_a_server_of_several_processes(number, divisible, environment, tmp_path):
@@ -262,7 +272,7 @@ def test_a_server_of_several_processes(number, divisible, environment, tmp_path)
                     bodies = {"/v1/completions": body, "/v1/embeddings": many}
                     others = [threads.submit(client.post, path, json=x) for path, x in bodies.items()]
                     lines = killed_while_streaming(client, processes[victim])
-                    assert all(other.result().status_code in (200, 500, 503) for other in others)
+                    assert all(ended(other) for other in others)
                 assert f"process {victim} of {number} has ended" in lines[-2] and '"error"' in lines[-2], (
                     lines[-3:]
                 )

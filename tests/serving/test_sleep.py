@@ -21,7 +21,7 @@ SERVER_SETTINGS = {"sleep_mode": True}
 
 @pytest.fixture(scope="module")
 def running(directory):
-    options = EngineOptions(max_num_seqs=2, block_size=16, num_pages=16, warmup="min", pruning=False)
+    options = EngineOptions(preset="off", max_num_seqs=2, block_size=16, num_pages=16, warmup="min")
     engine = start.start(directory, options)
     while not engine.ready():
         time.sleep(0.05)

@@ -201,7 +201,7 @@ def test_generated_pages_are_shared_where_no_request_prunes(model, off):  # noqa
         assert after == run(off, follow)[0][0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_rows_that_prune_pages_decode_plainly(off, suffix):
     pruned = [
         engine_request(f"p{i}", repetitive(80, i), Control("full-lossy"), seed=i, max_tokens=30, **WARM)

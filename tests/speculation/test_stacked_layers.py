@@ -10,7 +10,6 @@ from entropic_jax import models
 from entropic_jax.models import draft_head
 from entropic_jax.models.layer_stack import stack_layers
 from entropic_jax.speculation import DraftingDecoder, DraftingParams, HeadedDecoder
-from tests.marks import exhaustive
 from tests.speculation import test_head, test_model_drafter
 from tests.tiny import model
 
@@ -32,8 +31,8 @@ def test_a_head_reads_a_layer_of_a_stack():
         draft_head.initialise(head, stacked.params, 0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_itself", [True, *exhaustive(False)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("is_itself", [True, False])
 def test_stacked_models_draft_the_tokens_of_separate_layers(is_itself):
     """A model drafts for itself, so that all drafts are accepted; or one of a layer does, without a stack."""
     draft = model() if is_itself else model(seed=5, **{**test_model_drafter.SMALL, "num_hidden_layers": 1})

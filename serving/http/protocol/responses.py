@@ -189,7 +189,9 @@ class ResponsesBody(SamplingFields):
         None, description="ignored: thoughts are returned as plain text"
     )
     truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = Field(None, description="responses hold no logprobs")
+    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = Field(
+        None, description="responses hold no logprobs"
+    )
     background: No | None = Field(None, description="no response is generated in the background")
     conversation: None = Field(None, description="use previous_response_id")
     prompt: None = Field(None, description="the server stores no prompts")

@@ -138,6 +138,7 @@ def test_the_replayed_law_drafts_as_the_engine_does(name):
     assert replay.seconds >= len(replay.verified) * 1.0
 
 
+@pytest.mark.slow
 def test_signals_are_those_of_the_drafts():
     of_text = records(PRUNED)
     signals = of_text.drafts.signals

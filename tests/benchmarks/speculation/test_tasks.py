@@ -103,7 +103,7 @@ def drafters() -> dict[str, Any]:
     return {"suffix": suffix, "head": head, "pruned": pruned, "cascade": Cascade((suffix, head))}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_text_is_the_one_imposed_and_drafters_do_not_see_it():
     subject = draft_model.with_head(model(), *head_of())
     prompt, new = prompts(40, 12)
