@@ -44,11 +44,14 @@ hypothesis.settings.load_profile("tests")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests marked `slow`, `exhaustive` or `mutation` unless `-m` names the mark.
 
-    A test that is named with `::` runs, slow or not. The files of the server come first: they take longest,
-    and a process of pytest-xdist that begins one last would work alone.
+    A test that is named with `::` runs, slow or not, and so do the exhaustive cases of a slow test. The files
+    of the server come first: they take longest, and a process of pytest-xdist that begins one last would work
+    alone.
     """
     named = any("::" in argument for argument in config.args)
-    for mark in ("exhaustive", "mutation", *(() if named else ("slow",))):
+    further = ("exhaustive", "mutation")
+    slow = () if named or any(mark in config.option.markexpr for mark in further) else ("slow",)
+    for mark in (*further, *slow):
         if mark not in config.option.markexpr:
             left_out = [item for item in items if item.get_closest_marker(mark)]
             items[:] = [item for item in items if not item.get_closest_marker(mark)]

@@ -7,11 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 import pytest
+
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="the stand-in is a shell script")
@@ -216,3 +219,31 @@ def test_the_grammar_suits_older_pythons():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
     assert "Python must be 3.11 or newer; got" in done.stderr
+
+
+class CollectedTest:
+    """A test with marks, as pytest collects it."""
+
+    path = Path("tests/spare.py")
+
+    def __init__(self, *marks: str) -> None:
+        self.marks = marks
+
+    def get_closest_marker(self, name: str) -> str | None:
+        """The mark of that name, if it has one."""
+        return name if name in self.marks else None
+
+
+@pytest.mark.parametrize(
+    ("marks", "left"),
+    [("", 1), ("slow", 2), ("slow or not slow", 2), ("exhaustive or mutation", 3)],
+)
+def test_exhaustive_cases_of_slow_tests_are_left_to_their_mark(marks, left):
+    """Pytest itself then deselects those without a mark that `-m` names."""
+    items = [CollectedTest(), CollectedTest("slow"), CollectedTest("slow", "exhaustive")]
+    hook = types.SimpleNamespace(pytest_deselected=lambda items: None)
+    option = types.SimpleNamespace(markexpr=marks)
+    config = types.SimpleNamespace(args=["tests"], option=option, hook=hook)
+    expected = items[:left]
+    conftest.pytest_collection_modifyitems(config, items)
+    assert items == expected
