@@ -44,9 +44,9 @@ hypothesis.settings.load_profile("tests")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselects tests marked `slow`, `exhaustive` or `mutation` unless `-m` names the mark.
 
-    A test that is named with `::` runs, slow or not, and so do the exhaustive cases of a slow test. The files
-    of the server come first: they take longest, and a process of pytest-xdist that begins one last would work
-    alone.
+    A test that is named with `::` runs, slow or not. Where `-m` names `exhaustive` or `mutation`, slow tests
+    with that mark run, too. The files of the server come first: they take longest, and a process of
+    pytest-xdist that begins one last would work alone.
     """
     named = any("::" in argument for argument in config.args)
     further = ("exhaustive", "mutation")

@@ -1,8 +1,8 @@
 """Numba without machine code: `njit` and `cfunc` for functions that become parts of a kernel.
 
 Numba makes machine code of every function that another one calls, and wrappers by which Python could call
-it. A kernel needs neither: `code_cache` emits it as a whole, from LLVM's intermediate code. Without them,
-kernels compile in half of the time.
+it. A kernel needs neither: `code_cache` emits it as a whole, from LLVM's intermediate code. So neither is
+made, and the first start on a machine waits less.
 
 Python cannot call these functions; a function of `numba.njit` can.
 """

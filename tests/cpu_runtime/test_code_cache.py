@@ -52,7 +52,7 @@ def test_a_second_process_compiles_nothing(tmp_path):
     assert run(tmp_path) == (False, bits)
 
 
-def test_functions_of_kernels_have_no_machine_code_of_their_own(tmp_path, monkeypatch):
+def test_functions_of_kernels_have_no_machine_code_of_their_own(monkeypatch):
     from numba import types
 
     from entropic_jax.cpu_runtime import code_cache
