@@ -9,6 +9,7 @@ from entropic_jax import models
 from entropic_jax.analysis.collectives import collectives
 from entropic_jax.models.sharding import check_page_shards, kv_head_copies, with_kv_head_copies
 
+from .marks import keep
 from .test_sharding import CONFIG, ROWS, SUMS, forbidden, reports, size_of
 
 # Models of one and two KV heads. "/1" and "/2": how many devices divide a KV head; the others have copies.
@@ -18,12 +19,8 @@ CASES = {
     "single-olmo2": ("4",),
     "grouped-gpt-oss": ("2x2", "1x4"),
 }
-IN_CI = (("grouped", "8/2"),)  # which has copies as well
-MESHES = [
-    pytest.param(family, mesh, marks=() if (family, mesh) in IN_CI else pytest.mark.exhaustive)
-    for family, meshes in CASES.items()
-    for mesh in meshes
-]
+ALL = [(family, mesh) for family, meshes in CASES.items() for mesh in meshes]
+MESHES = keep(ALL, ("grouped", "8/2"))  # which has copies as well
 HEADS, HEAD_DIM = 8, 16  # of the queries of `tests.mesh_programs`
 
 

@@ -20,6 +20,7 @@ from entropic_jax.analysis.collectives import Collective, collectives
 from entropic_jax.mesh import AXES, make_mesh
 from entropic_jax.models.layer_stack import VARIABLE
 from tests.compilation import virtual_devices
+from tests.marks import keep
 
 ROOT = Path(__file__).resolve().parents[1]
 # Devices along tensor, or along tensor and expert.
@@ -36,12 +37,8 @@ CASES = {
 XLA_FLAGS = virtual_devices(8)
 # Sums of a layer: one more for the norms of queries and keys over all heads; one for blocks side by side.
 SUMS = {"olmo2": 3, "cohere": 1}
-IN_CI = {"llama": "2", "gpt-oss": "2x2"}  # the others are exhaustive
-MESHES = [
-    pytest.param(family, shards, marks=() if IN_CI.get(family) == shards else pytest.mark.exhaustive)
-    for family, sizes in CASES.items()
-    for shards in sizes
-]
+ALL = [(family, shards) for family, sizes in CASES.items() for shards in sizes]
+MESHES = keep(ALL, ("llama", "2"), ("gpt-oss", "2x2"))
 
 
 def size_of(mesh: str) -> int:

@@ -185,7 +185,7 @@ def _adapters(group: argparse._ArgumentGroup) -> None:
 
 def _engine(group: argparse._ArgumentGroup) -> None:
     text = f"sequences that run at once (default: {DEFAULT_ROWS})"
-    group.add_argument("--max-num-seqs", type=number(ROWS), metavar="INT", help=text)
+    group.add_argument("--max-num-seqs", type=number(ROWS), default=DEFAULT_ROWS, metavar="INT", help=text)
     text = "token budget of a prefill step (default: 512 on a CPU, 2048 elsewhere)"
     group.add_argument("--max-num-batched-tokens", type=positive, metavar="INT", help=text)
     group.add_argument(

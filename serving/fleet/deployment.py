@@ -16,7 +16,6 @@ from .replica_processes import STRATEGY, bundle
 
 MODULE = __name__.rpartition(".")[0]
 HEALTH_PERIOD, HEALTH_TIMEOUT = 2.0, 30.0  # seconds; a dead process is noticed at the next check
-ROWS = 64  # sequences that a replica may run, where --max-num-seqs does not say
 OF_THE_PARSER = ("run", "error", "subparser", "flags")  # what the command line adds to parsed options
 
 
@@ -38,7 +37,7 @@ def application(
     for name in OF_THE_PARSER:
         vars(plain).pop(name, None)
     drain = {"graceful_shutdown_timeout_s": settings.drain, "graceful_shutdown_wait_loop_s": 0.5}
-    rows = options.max_num_seqs or ROWS
+    rows = options.max_num_seqs
     configuration: dict[str, Any] = {
         **drain,
         "name": "replica",

@@ -10,6 +10,7 @@ import pytest
 from entropic_jax import allocate, generate, models, parameters, start
 from entropic_jax.methods import presets
 from entropic_jax.phases import prefill
+from tests.marks import keep
 from tests.models.family_cases import CASES, SIZES, longrope
 from tests.models.oracle import QUICK, random_model
 from tests.speculation.test_lossless import corrupted, scripted
@@ -48,22 +49,10 @@ CHANGES = {
 }
 FAST = ("Llama", "int8", "off", "no drafts")
 ALL = [(family, *choices) for family, both in COMBINATIONS.items() for choices in both]
-EXHAUSTIVE = [(family, *choices) for i, family in enumerate(OTHERS) for choices in PAIRS[i % len(PAIRS)]]
-IN_CI = ("Llama4", "GptOss", "Cohere2")
-FIRST = [(family, *COMBINATIONS[family][0]) for family in IN_CI]
-
-
-def mark_of(case: tuple[str, ...]) -> tuple:
-    """Unusual families meet one of their two combinations in CI, as does Llama."""
-    if case == FAST:
-        return ()
-    return (pytest.mark.slow,) if case in FIRST else (pytest.mark.exhaustive,)
-
-
-EACH = [
-    *(pytest.param(*case, id="-".join(case), marks=mark_of(case)) for case in ALL),
-    *(pytest.param(*case, id="-".join(case), marks=pytest.mark.exhaustive) for case in EXHAUSTIVE),
-]
+ALL += [(family, *choices) for i, family in enumerate(OTHERS) for choices in PAIRS[i % len(PAIRS)]]
+# Unusual families meet one of their two combinations in CI, as does Llama.
+SLOW = [(family, *COMBINATIONS[family][0]) for family in ("Llama4", "GptOss", "Cohere2")]
+EACH = [FAST, *keep((case for case in ALL if case != FAST), *SLOW, marks=pytest.mark.slow)]
 
 
 @functools.partial(
@@ -140,10 +129,9 @@ def test_agrees_with_transformers(family, dtype, preset, drafts, tmp_path, monke
 
 
 def test_every_family_has_two_cases_that_differ_in_everything():
-    cases = [*ALL, *EXHAUSTIVE]
-    assert {f"{family}ForCausalLM" for family, *_ in cases} == set(models.FAMILIES)
-    for family in {case[0] for case in cases}:
-        first, second = (case[1:] for case in cases if case[0] == family)
+    assert {f"{family}ForCausalLM" for family, *_ in ALL} == set(models.FAMILIES)
+    for family in {case[0] for case in ALL}:
+        first, second = (case[1:] for case in ALL if case[0] == family)
         assert all(a != b for a, b in zip(first, second, strict=True))
 
 

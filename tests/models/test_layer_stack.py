@@ -1,5 +1,6 @@
 """Layers that are scanned compute what unrolled layers compute, and copy no pool of pages."""
 
+import itertools
 import re
 from functools import cache as once
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ from entropic_jax.speculation import PrunedDrafter, Speculator
 from entropic_jax.speculation.draft_length import DraftLength
 from entropic_jax.state import cache
 from entropic_jax.state.layer_stacks import LayerPattern, LayerStacks, Place
-from tests.marks import exhaustive
+from tests.marks import exhaustive, keep
 from tests.models.family_cases import CASES, SIZES
 
 ROWS, CONTEXT, PAGE, STEPS = 4, 96, 8, 12
@@ -138,17 +139,12 @@ POLICIES = {
     "shared lists": Selection(dense_layers=1, layers_per_list=2, rules=RULES),
     "kept lists": Selection(dense_layers=1, refresh=3, rules=RULES),
 }
-IN_CI = {("dense first", "shared lists")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [
-        pytest.param(name, policy, marks=() if (name, policy) in IN_CI else pytest.mark.exhaustive)
-        for name in ("llama", "dense first")
-        for policy in POLICIES
-    ],
+    keep(itertools.product(("llama", "dense first"), POLICIES), ("dense first", "shared lists")),
 )
 def test_pages_are_chosen_as_in_unrolled_layers(name, policy):
     lossy = presets.Preset(chain(FixedPruning(0.4)), POLICIES[policy], None, None)

@@ -185,6 +185,7 @@ def test_an_adapter_that_is_not_finite_stays_in_its_rows(small, tmp_path):
     assert np.isnan(mixed[0]).all() and np.isfinite(mixed[1:]).all()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_quantised_model(small, tmp_path):
     path = write_adapter(tmp_path / "a", small, 1)
     quantised = models.model.quantised(small)

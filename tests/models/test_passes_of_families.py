@@ -1,5 +1,6 @@
 """Unusual layers give the same logits and tokens however a text is divided into passes, and with drafts."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from entropic_jax.attention.attend import TokenSpan, attend_to
 from entropic_jax.methods import presets
 from entropic_jax.models.config_json import from_json
 from entropic_jax.state import cache
+from tests.marks import keep
 from tests.models.family_cases import CASES, SIZES
 from tests.models.oracle import QUICK
 from tests.speculation.test_lossless import corrupted, scripted
@@ -20,16 +22,8 @@ PAGE, LENGTH, STEPS = 8, 57, 24
 TOLERANCE = 2e-4
 # Chunks, growth of queries, caps, sinks, latent vectors, layers without rotation.
 FAMILIES = ("Llama4", "Gemma2", "GptOss", "DeepseekV3", "SmolLM3")
-MARKS = {"Llama4": (), "GptOss": pytest.mark.slow, "DeepseekV3": pytest.mark.slow}
-EACH = [pytest.param(f, marks=MARKS.get(f, pytest.mark.exhaustive)) for f in FAMILIES]
-IN_CI = {("Llama4", "full")}
-DRAFTED = [
-    pytest.param(
-        family, preset, marks=pytest.mark.slow if (family, preset) in IN_CI else pytest.mark.exhaustive
-    )
-    for family in FAMILIES
-    for preset in ("off", "full")
-]
+EACH = ["Llama4", *keep(FAMILIES[1:], "GptOss", "DeepseekV3", marks=pytest.mark.slow)]
+DRAFTED = keep(itertools.product(FAMILIES, ("off", "full")), ("Llama4", "full"), marks=pytest.mark.slow)
 SPLITS = {
     "chunked prefill": (20, 30, 7),
     "verify": (13, 5, 3, 8, 1, 5, 3, 1, 5, 8, 5),
@@ -80,9 +74,7 @@ def test_logits_do_not_depend_on_passes(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f == "Llama4" else pytest.mark.exhaustive) for f in FAMILIES]
-)
+@pytest.mark.parametrize("family", keep(FAMILIES, "Llama4"))
 def test_quantised_pages_are_near(family):
     model = random_model(family)
     expected = logits_of(model, (LENGTH,))

@@ -142,6 +142,7 @@ def test_back_ends_agree_with_prefill(backend, dtype):
     np.testing.assert_allclose(out, prefill(q, keys, values, *positions, backend="xla"), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_prefill():
     keys, values, table = pools(16, "float32")
     start, n = jnp.array([17, 20], jnp.int32), 3

@@ -72,6 +72,7 @@ def test_weights_that_lie_block_by_block_give_the_same_bits(rows, kind, backend)
         np.testing.assert_array_equal(by_columns(weight).astype(jnp.float32), stored.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_weight_that_lies_block_by_block_does_so_too():
     x, (weight, _, other) = case(3, "float32")
     total = lambda layout: lambda w, v: jnp.sum(jnp.sin(skinny_matmul(x, layout(w), layout(v))[1]))

@@ -99,6 +99,7 @@ def test_tiles_of_other_weights_are_left_to_plain_jax():
     )
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_float32():
     x, weight = case(3, 64)
     total = lambda x, w: jnp.sin(skinny_matmul(x / 100, w)[0]).sum()
