@@ -1,10 +1,11 @@
-"""Benchmark of slices: which models fit on which TPU slices, and what their programs hold and exchange.
+"""Benchmark of slices: which models fit on which TPU slices or GPU hosts, and what their programs exchange.
 
-    pip install libtpu
+    pip install -e '.[kernels]'
     python -m benchmarks.slices [--models 'Llama 3.1 8B'] [--slices v5e:2x4] [--limit 1800] [--document]
 
-Nothing runs on a TPU and no weights exist: libtpu compiles shapes for a topology by its name, whole models,
-two programs at a time, each in a process of its own. Programs that are not begun within --limit are left out.
+Nothing runs on a TPU or GPU and no weights exist: libtpu and the CUDA plugin of JAX compile shapes for a
+topology by its name, whole models, two programs at a time, each in a process of its own. Programs that are
+not begun within --limit are left out.
 """
 
 import argparse

@@ -40,7 +40,9 @@ def plan_case(model: str, name: str) -> dict[str, Any]:
     case: dict[str, Any] = {"model": model, "slice": name, "experts": experts, "fits": False}
     for dtypes in DTYPES:
         state = ahead_of_time.state_shapes(config, BATCH, dtypes.cache, preset("off"))
-        case["first_slice"] = case.get("first_slice") or first_that_fits(config, dtypes, state, ROWS)
+        case["first_slice"] = case.get("first_slice") or first_that_fits(
+            config, dtypes, state, ROWS, slice_.chip.platform
+        )
         try:
             check_sizes(config, slice_.devices // experts, experts)
             check_groups_of(config, dtypes.quantization, slice_.devices // experts, experts)
@@ -83,7 +85,7 @@ def compile_program(case: dict[str, Any], program: str, control: str) -> dict[st
     """
     config, begin = MODELS[case["model"]], time.perf_counter()
     devices = ahead_of_time.devices_of(case["slice"])
-    setting = preset(control, ROWS, platform="tpu")
+    setting = preset(control, ROWS, platform=topology(case["slice"]).chip.platform)
     lowered = ahead_of_time.lower_step(
         config, devices, BATCH, tuple(case["dtypes"]), setting, case["experts"], program=program_of(program)
     )
@@ -149,7 +151,7 @@ def measure(
     tasks = [(case, *program) for program in programs for case in fitting if not reasons[case["slice"]]]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, tasks))
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu")}
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}
     not_compiled = {name: reason for name, reason in reasons.items() if reason}
     every = [*fitting, *(case for case in cases if not case["fits"])]
     return {"cases": every, "versions": versions, "not_compiled": not_compiled}

@@ -34,7 +34,7 @@ def fitting(cases: list[dict[str, Any]]) -> Table:
     rows = []
     for case in cases:
         weights = (case["dtypes"][2] or case["dtypes"][0]) if case["fits"] else "none"
-        larger = f"{ROWS} fit on {case['first_slice']}" if case["first_slice"] else "on no slice of two hosts"
+        larger = f"{ROWS} fit on {case['first_slice'] or 'none of those that are known'}"
         instead = "" if case["fits"] else larger
         rows.append([case["model"], case["slice"], weights, str(case.get("sequences", 0)), instead])
     return f"The first of bfloat16, int8 and int4 in which {ROWS} sequences fit", header, rows
@@ -99,8 +99,9 @@ def programs(cases: list[dict[str, Any]]) -> Table:
 def notes(results: dict[str, Any]) -> list[str]:
     """What the figures are, and of which compiler."""
     versions = results["versions"]
+    compilers = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [
-        f"JAX {versions['jax']}, libtpu {versions['libtpu']}; nothing ran on a TPU.",
+        f"{compilers}; nothing ran on a TPU or GPU.",
         "Times follow from the public figures of chips; a collective has a latency for each hop.",
         "Weights are those of a chip; of a mixture, the time counts the experts that rows choose.",
         f"A verification is of {DRAFTED} drafted tokens a row, a prefill of {PROMPTS} × {CHUNK} tokens.",

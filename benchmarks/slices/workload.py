@@ -1,4 +1,4 @@
-"""Models, TPU slices and programs of the benchmark; sizes are those of the published config.json files."""
+"""Models, slices and programs of the benchmark; sizes are those of the published config.json files."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ MODELS = {  # vocabulary, hidden and intermediate size, layers, heads, KV heads,
         "MixtralForCausalLM", 32768, 6144, 16384, 56, 48, 8, 128, num_local_experts=8, num_experts_per_tok=2
     ),
 }
-SLICES = ("v4:2x2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x2", "v6e:2x4", "v6e:4x4")
+SLICES = ("v4:2x2x2", "v5e:2x4", "v5e:4x4", "v5p:2x2x2", "v6e:2x4", "v6e:4x4", "h100:8")
 ROWS, CONTEXT, PAGE = 32, 8192, 128  # sequences that must fit, positions of each, and of a page
 DRAFTED = 3  # tokens of a row that are verified
 PROMPTS, CHUNK = 4, 512  # of a prefill program, and tokens of each

@@ -1,7 +1,7 @@
-"""Ahead-of-time compilation of the programs of a server for TPUs that this machine does not have.
+"""Ahead-of-time compilation of the programs of a server for TPUs or GPUs that this machine does not have.
 
-libtpu compiles for a topology by name, and no weights exist: arguments are shapes. What the compiler reports
-is what a chip of that slice would hold and exchange.
+libtpu compiles for a topology by name, the CUDA plugin of JAX for a description of a GPU, and no weights
+exist: arguments are shapes. What the compiler reports is what a chip would hold and exchange.
 """
 
 import contextlib
@@ -26,6 +26,9 @@ from entropic_jax.models.layer_stack import copied_experts, scans_layers
 from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
+
+from . import gpu_target
+from .chips import Topology, topology
 
 # libtpu must neither ask the cloud for a description of this machine, nor claim a device, nor report that
 # there is none.
@@ -62,20 +65,34 @@ def _step(decoder: Any, preset: Preset) -> Callable[..., Any]:
 DECODE_STEP = Program(_step)
 
 
-def devices_of(topology: str) -> list[jax.Device]:
-    """The devices of a TPU topology by name. Raises RuntimeError where no compiler for it is installed."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
+def devices_of(name: str) -> list[jax.Device]:
+    """The devices of a topology by name. Raises RuntimeError where no compiler for it is installed."""
+    slice_ = topology(name)
+    if slice_.chip.platform == "gpu":
+        return _gpus(slice_)
+    for variable, value in ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
     try:
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
+        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
     except Exception as error:  # the plugin raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"libtpu must be installed and know {topology}: {reason}") from None
+        raise RuntimeError(f"libtpu must be installed and know {name}: {reason}") from None
     if any(device.core_on_chip for device in devices):
         raise RuntimeError(
-            f"libtpu must have a device for each chip of {topology}; it has {len(devices)}, one for each core"
+            f"libtpu must have a device for each chip of {name}; it has {len(devices)}, one for each core"
         )
     return devices
+
+
+def _gpus(host: Topology) -> list[jax.Device]:
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=gpu_target.described(host.chip), topology=f"1x1x{host.devices}"
+        )
+    except Exception as error:  # the plugin raises what it likes
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"jax[cuda13] must be installed: {reason}") from None
+    return list(described.devices)
 
 
 def decoder_of(
@@ -90,7 +107,7 @@ def decoder_of(
     Args:
         config: the model's configuration.
         mesh: the mesh that the model is divided over; None for one device.
-        stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs and GPUs.
         page_shards: devices that divide the pages of a KV head.
         quantization: the quantization of the weights.
     """
@@ -116,7 +133,7 @@ def state_shapes(
         batch: sizes of the batch.
         dtype: the dtype of the KV cache.
         preset: the preset of control.
-        stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs and GPUs.
         page_shards: devices that divide the pages of a KV head.
         speculator: makes the drafts that steps verify; None for steps of one token.
     """
@@ -167,7 +184,7 @@ def lower_step(
         dtypes: the dtypes of the weights, and of the KV cache; and the quantization, if there is one.
         preset: the preset of control.
         experts: groups of devices over which experts are divided.
-        stacked: whether the step scans over layers; None: as a server's does on TPUs.
+        stacked: whether the step scans over layers; None: as a server's does on TPUs and GPUs.
         page_shards: devices that divide a KV head, of those that have the same one; None for all that can.
         program: the program to lower, a decode step if nothing else is stated.
     """

@@ -1,4 +1,4 @@
-"""Public figures of TPU chips, and topologies by name: what a plan of a model on a slice is computed from."""
+"""Public figures of TPUs and GPUs, and topologies by name: what the plan of a model is computed from."""
 
 import math
 import re
@@ -6,30 +6,36 @@ from typing import NamedTuple
 
 from entropic_jax.state.ledger import HARDWARE
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 SECONDS_PER_HOP = 1e-6  # from a chip to its neighbour, however little is sent
 
 
 class Chip(NamedTuple):
-    """A generation of TPUs."""
+    """A generation of TPUs, or a kind of GPU."""
 
     hardware: str  # its entry in `ledger.HARDWARE`
     memory: int  # bytes of main memory
-    link_bandwidth: float  # bytes/s between neighbours, both directions together
+    link_bandwidth: float  # bytes/s that a chip sends: to its two neighbours on an axis, or to the switch
+    platform: str = "tpu"  # as JAX names it
 
 
-# cloud.google.com/tpu/docs; links: jax-ml.github.io/scaling-book/tpus.
+# cloud.google.com/tpu/docs; links: jax-ml.github.io/scaling-book/tpus. Of GPUs (SXM), the memory that the
+# driver reports, and half of the NVLink bandwidth of nvidia.com/en-us/data-center/h100, which is of both
+# directions together.
 CHIPS = {
     "v4": Chip("tpu-v4", 32 * GIB, 90e9),
     "v5e": Chip("tpu-v5e", 16 * GIB, 90e9),
     "v5p": Chip("tpu-v5p", 95 * GIB, 180e9),
     "v6e": Chip("tpu-v6e", 32 * GIB, 180e9),
+    "h100": Chip("h100", 81559 * MIB, 450e9, "gpu"),
+    "h200": Chip("h200", 143771 * MIB, 450e9, "gpu"),
 }
-NAME = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+){1,2})")
+NAME = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+){0,2})")
+LARGEST_HOST = 8  # GPUs that one switch links
 
 
 class Topology(NamedTuple):
-    """A slice of TPUs: chips in a grid, each linked to its neighbours."""
+    """A slice of TPUs, each linked to its neighbours in a grid; or GPUs of a host, linked by a switch."""
 
     name: str
     chip: Chip
@@ -75,12 +81,14 @@ class Topology(NamedTuple):
     @property
     def hops(self) -> int:
         """Links between the two chips that are furthest from each other, without links around the grid."""
+        if self.chip.platform == "gpu":
+            return min(1, self.devices - 1)
         return sum(size - 1 for size in self.shape)
 
     def seconds(self, operation: str, num_bytes: int, devices: int | None = None) -> float:
         """Time of a collective: bytes over one link, and the latency of its hops.
 
-        A sum passes the bytes around twice and crosses the grid twice, everything else once.
+        A sum passes the bytes around twice and crosses the grid or the switch twice, everything else once.
 
         Args:
             operation: as in `collectives.Collective`.
@@ -97,14 +105,21 @@ class Topology(NamedTuple):
 
 
 def topology(name: str) -> Topology:
-    """The topology of a name such as "v5e:2x4" or "v5p:2x2x2". Raises ValueError for an unknown one."""
+    """The topology of a name, as "v5e:2x4", "v5p:2x2x2" or "h100:8". Raises ValueError for an unknown one."""
     match = NAME.fullmatch(name)
-    if match is None or match["chip"] not in CHIPS:
-        raise ValueError(
-            f"topology must be one of {', '.join(CHIPS)} with the shape of the slice, as in v5e:2x4; "
-            f"got {name!r}"
+    chip = CHIPS.get(match["chip"]) if match else None
+    shape = tuple(int(size) for size in match["shape"].split("x")) if match else ()
+    if chip is None or (len(shape) == 1) != (chip.platform == "gpu"):
+        tpus, gpus = (
+            ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
+            for platform in ("tpu", "gpu")
         )
-    shape = tuple(int(size) for size in match["shape"].split("x"))
+        raise ValueError(
+            f"topology must be one of {tpus} with the shape of the slice, as in v5e:2x4, or one of {gpus} "
+            f"with a number of GPUs, as in h100:8; got {name!r}"
+        )
     if 0 in shape:
         raise ValueError(f"topology must have at least one chip along each axis; got {name!r}")
-    return Topology(name, CHIPS[match["chip"]], shape)
+    if chip.platform == "gpu" and shape[0] > LARGEST_HOST:
+        raise ValueError(f"topology must have at most {LARGEST_HOST} GPUs, those of one host; got {name!r}")
+    return Topology(name, chip, shape)

@@ -1,4 +1,4 @@
-"""Plan of a model on a slice of TPUs: bytes per chip, sequences that fit, collectives, and time of a step.
+"""Plan of a model on TPUs or GPUs: bytes per chip, sequences that fit, collectives, and time of a step.
 
 Without a compiled step the numbers follow from shapes. With one, temporaries and collectives are the
 compiler's, and its total of what a chip holds is compared with the shapes'.
@@ -37,6 +37,8 @@ UTILIZATION = 0.9  # of a chip's memory that may be in use
 # Slices with one host or two, the least memory first.
 SLICES = ("v5e:1x1", "v6e:1x1", "v5e:2x2", "v5e:2x4", "v6e:2x2", "v4:2x2x1", "v5e:4x4", "v6e:2x4", "v4:2x2x2")
 SLICES += ("v5p:2x2x1", "v6e:4x4", "v4:2x2x4", "v5p:2x2x2", "v5p:2x2x4")
+# Hosts of GPUs, the least memory first.
+HOSTS = tuple(f"{chip}:{number}" for number in (1, 2, 4, 8) for chip in ("h100", "h200"))
 BATCHES = (1, 8, 32, 64, 128, 256)
 
 
@@ -338,16 +340,19 @@ def make_plan(
     )
 
 
-def first_that_fits(config: Config, dtypes: Dtypes, state: Any, sequences: int = 1) -> str | None:
-    """The first of `SLICES`, by shapes, on which sequences fit and whose chips divide the model; or None.
+def first_that_fits(
+    config: Config, dtypes: Dtypes, state: Any, sequences: int = 1, platform: str = "tpu"
+) -> str | None:
+    """The first of `SLICES`, or `HOSTS`, on which sequences fit and whose chips divide the model; or None.
 
     Args:
         config: the model's configuration.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch, as shapes.
         sequences: how many must fit.
+        platform: "tpu" or "gpu".
     """
-    for name in SLICES:
+    for name in HOSTS if platform == "gpu" else SLICES:
         with contextlib.suppress(ModelError):
             check_sizes(config, topology(name).devices)
             if make_plan(config, topology(name), dtypes, state).sequences >= sequences:

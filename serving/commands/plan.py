@@ -1,6 +1,6 @@
-"""Plan a model on a slice of TPUs: what fits and how long a step takes, without weights or TPUs.
+"""Plan a model on a slice of TPUs or a host of GPUs: what fits and how long a step takes, without either.
 
-The step is compiled ahead of time where libtpu is installed; else the numbers follow from shapes.
+The step is compiled ahead of time where a compiler for it is installed; else the numbers follow from shapes.
 """
 
 import argparse
@@ -34,9 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, required=True, metavar="PATH", help="model directory, or its config.json"
     )
-    parser.add_argument(
-        "--topology", required=True, metavar="NAME", help="TPU slice: chip and shape, as v5e:2x4 or v5p:2x2x2"
-    )
+    text = "TPU slice, chip and shape, as v5e:2x4 or v5p:2x2x2; or GPUs of a host, as h100:8"
+    parser.add_argument("--topology", required=True, metavar="NAME", help=text)
     parser.add_argument(
         "--dtype",
         choices=("bfloat16", "float32"),
@@ -93,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compile",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="compile the step for the slice if libtpu is installed (default: on)",
+        help="compile the step for the slice if libtpu, or jax[cuda13] for GPUs, is installed (default: on)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -137,7 +136,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     except (ModelError, OSError) as error:
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
-    setting = preset(chosen, options.max_num_seqs, platform="tpu")
+    setting = preset(chosen, options.max_num_seqs, platform=slice_.chip.platform)
     page_size = options.block_size if setting.page_policy is None else setting.page_policy.page_size
     per_row = -(-options.max_model_len // page_size)
     batch = ahead_of_time.Batch(
@@ -150,7 +149,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     larger: Ways = []
     if plan.sequences < options.max_num_seqs:
         narrower = partial(make_plan, config, slice_, state=state, experts=experts, page_shards=page_shards)
-        larger = what_would_fit(config, dtypes, state, options.max_num_seqs, narrower)
+        larger = what_would_fit(config, dtypes, state, options.max_num_seqs, narrower, slice_.chip.platform)
     if plan.sequences == 0:
         return plan, "nothing fits", larger
     # A step for as many sequences as fit: the compiler refuses a program that does not.
@@ -172,7 +171,12 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
 
 
 def what_would_fit(
-    config: Any, dtypes: Any, state: Any, sequences: int, plan_with: "Callable[..., Plan]"
+    config: Any,
+    dtypes: Any,
+    state: Any,
+    sequences: int,
+    plan_with: "Callable[..., Plan]",
+    platform: str,
 ) -> Ways:
     """What holds so many sequences: a quantization on this slice, and the first larger slice.
 
@@ -182,6 +186,7 @@ def what_would_fit(
         state: the `State` of the batch, as shapes.
         sequences: how many must fit.
         plan_with: the plan of the slice with other dtypes.
+        platform: "tpu" or "gpu", that of larger slices.
     """
     from entropic_jax.analysis.plan import first_that_fits
     from entropic_jax.models import ModelError
@@ -192,7 +197,7 @@ def what_would_fit(
             if plan_with(dtypes=dtypes._replace(quantization=quantization)).sequences >= sequences:
                 results.append({"quantization": quantization})
                 break
-    if (name := first_that_fits(config, dtypes, state, sequences)) is not None:
+    if (name := first_that_fits(config, dtypes, state, sequences, platform)) is not None:
         results.append({"topology": name})
     return results
 

@@ -13,7 +13,14 @@ from entropic_jax import models
 from entropic_jax.analysis import ahead_of_time
 from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
-from entropic_jax.analysis.plan import Dtypes, from_shapes, make_plan, page_bytes, weight_bytes
+from entropic_jax.analysis.plan import (
+    Dtypes,
+    first_that_fits,
+    from_shapes,
+    make_plan,
+    page_bytes,
+    weight_bytes,
+)
 from entropic_jax.methods.presets import preset
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.pallas import dispatch
@@ -171,10 +178,29 @@ def test_the_page_on_meshes_has_the_bytes_of_the_plan():
         assert f"| {' | '.join(f'{x:,}' for x in cells)} |" in page
 
 
-@pytest.mark.parametrize("name", ["v5e", "v9:2x2", "v5e:2", "v5e:0x4", "v5e:2x2x2x2"])
+@pytest.mark.parametrize(
+    "name", ["v5e", "v9:2x2", "v5e:2", "v5e:0x4", "v5e:2x2x2x2", "h100:2x4", "h100:0", "h200:16"]
+)
 def test_unknown_topologies_are_refused(name):
     with pytest.raises(ValueError, match="topology must"):
         topology(name)
+
+
+def test_gpus_of_a_host_are_one_switch_apart():
+    alone, host = topology("h100:1"), topology("h100:8")
+    assert (host.devices, host.hops, host.group(2).name) == (8, 1, "h100:4")
+    assert alone.seconds("all-reduce", 2**20) == 0
+    assert host.seconds("all-reduce", 2**20) == pytest.approx(2 * (2**20 * 7 / 8 / 450e9 + 1e-6))
+    assert plan_of(name="h100:8").roofline.weights == pytest.approx(
+        1e3 * weight_bytes(LLAMA_8B, 8, BFLOAT16).read / 3.35e12
+    )
+
+
+def test_the_first_host_that_fits_is_looked_for_among_gpus():
+    state = shapes_of(LLAMA_70B)
+    assert first_that_fits(LLAMA_70B, BFLOAT16, state) == "v5e:4x4"
+    assert first_that_fits(LLAMA_70B, BFLOAT16, state, platform="gpu") == "h100:2"
+    assert first_that_fits(LLAMA_70B, BFLOAT16, state, 256, platform="gpu") == "h200:2"
 
 
 def test_collectives_of_a_program_are_counted():
@@ -257,6 +283,37 @@ def test_the_compiler_agrees_with_the_shapes(name, preset_name, kv_heads, monkey
     assert pool in compiled.as_text()
     copies = [line for line in compiled.as_text().splitlines() if pool in line and " copy" in line]
     assert not copies, copies
+    assert plan.temporary_bytes < math.prod((32, 128256, 4)) * 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset_name", ["off", *exhaustive("full-lossy")])
+def test_the_compiler_for_gpus_agrees_with_the_shapes(preset_name, monkeypatch, caplog):
+    _need("jax_plugins.xla_cuda13")
+    monkeypatch.setattr(dispatch, "_logged", set())
+    caplog.set_level(logging.DEBUG, dispatch.LOG.name)
+    config = dataclasses.replace(LLAMA_8B, num_hidden_layers=2)
+    setting = preset(preset_name, 8, platform="gpu")
+    batch = ahead_of_time.Batch(rows=32, context=4096, page_size=128, pages=32 * 32)
+    devices = ahead_of_time.devices_of("h100:8")
+    assert len(devices) == 8 and devices[0].device_kind == "NVIDIA H100"
+    compiled = ahead_of_time.compiled(
+        ahead_of_time.lower_step(config, devices, batch, tuple(BFLOAT16), setting)
+    )
+    plan = plan_of(config, "h100:8", batch, setting, compiled)
+    assert "paged_attention.decode: gpu is chosen" in caplog.text
+    expected = plan.weight_bytes + (batch.pages + 1) * plan.page_bytes + plan.state_bytes
+    assert plan.argument_bytes == pytest.approx(expected, rel=0.02)
+    rows = batch.rows if preset_name == "off" else 8
+    dense = from_shapes(config, 8, rows, BFLOAT16, shapes_of(config, batch, setting)).collectives
+    by_kind = lambda exchanged: {
+        kind: sum(c.num_bytes for c in exchanged if c.operation == kind)
+        for kind in ("all-reduce", "all-gather", "all-to-all")
+    }
+    expected = by_kind(dense)
+    if preset_name != "off":
+        expected["all-reduce"] += sum(size for _, size in SELECTION)
+    assert by_kind(plan.collectives) == expected  # XLA for GPUs may combine gathers
     assert plan.temporary_bytes < math.prod((32, 128256, 4)) * 10
 
 

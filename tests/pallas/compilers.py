@@ -27,7 +27,7 @@ from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
-from entropic_jax.analysis.ahead_of_time import without_cache
+from entropic_jax.analysis.ahead_of_time import devices_of, without_cache
 
 # The smallest topology of each generation.
 TPU_TOPOLOGIES = {
@@ -38,7 +38,6 @@ TPU_TOPOLOGIES = {
     "tpu7x": "tpu7x:2x2x1",
 }
 GENERATIONS = tuple(TPU_TOPOLOGIES)
-H200 = Path(__file__).with_name("h200.txtpb")
 
 
 def like(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -67,9 +66,7 @@ def _tpu(generation: str) -> jax.Device:
 
 @cache
 def _gpu() -> jax.Device:
-    target = H200.read_text("utf-8")
-    description = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    return description.devices[0]
+    return devices_of("h200:1")[0]
 
 
 def _compile(function: Callable, arguments: tuple, device: jax.Device, **options: Any):
