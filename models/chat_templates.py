@@ -146,5 +146,5 @@ def check(template: str, name: str) -> None:
 
 
 def limits(name: str) -> str:
-    """What is said of a template that exceeds the limits."""
+    """The message for a template that exceeds the limits."""
     return f"{name} must need at most {SECONDS} s and {MEMORY >> 20} MiB; got one that needs more"

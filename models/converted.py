@@ -63,7 +63,7 @@ class Dtypes(NamedTuple):
 
 
 def description(directory: Path) -> Description | None:
-    """What a directory says that it holds; None if it is no converted checkpoint. Raises ModelError."""
+    """The description in a converted checkpoint; None for another directory. Raises ModelError."""
     file = directory / CONVERTED
     if not file.exists():
         if (directory / CONVERTED_WEIGHTS).is_dir():
@@ -222,7 +222,7 @@ def restored(path: Path, targets: Mapping[str, jax.ShapeDtypeStruct]) -> dict[st
 
 
 def handler(arrays: Mapping[str, Any]) -> ocp.PyTreeCheckpointHandler:
-    """What reads and writes the arrays: without compression, and few at a time."""
+    """The handler that reads and writes arrays: without compression, and few at a time."""
     largest = max(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in arrays.values())
     room = max(IN_FLIGHT, math.ceil(2 * largest / 1e9))
     return ocp.PyTreeCheckpointHandler(

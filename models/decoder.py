@@ -279,7 +279,7 @@ class Decoder:
         return module(tokens, positions, layers, attend, lengths)
 
     def embedded(self, params: Params, tokens: jax.Array) -> jax.Array:
-        """What the first layer reads of tokens int32 `[...]`, `[..., hidden]`."""
+        """Embeds tokens int32 `[...]` as the first layer reads them, `[..., hidden]`."""
         return self.module(params).embedded(tokens)
 
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:

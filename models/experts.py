@@ -103,7 +103,7 @@ class Experts(nnx.Module):
 
 
 class ExpertRule(NamedTuple):
-    """What an expert computes besides its products."""
+    """The operations of an expert besides its products."""
 
     activation: str = "silu"  # of the gate
     clamp: tuple[float, float] | None = None  # (α, limit) of the clamped SwiGLU, in the place of it

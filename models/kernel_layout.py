@@ -64,7 +64,7 @@ def _put_in_blocks(part: dict[str, Any], table: dict[str, Any], in_quads: bool) 
 
 
 def _in_blocks(kernel: jax.Array, in_quads: bool) -> jax.Array:
-    """By NumPy, because XLA would compile a program for every shape."""
+    """Lays a matrix out in blocks; by NumPy, because XLA would compile a program for every shape."""
     lay_out = skinny_matmul.in_tiles if skinny_matmul.reads_tiles(kernel) else skinny_matmul.in_blocks
     lay_out = skinny_matmul.in_quads if in_quads else lay_out
     lay_out = lay_out if kernel.ndim == 2 else grouped_matmul.in_blocks

@@ -53,7 +53,7 @@ class Attend(Protocol):
 
 
 class LowRankUpdate(Protocol):
-    """What the adapters of the rows add to the outputs of linear layers with the same input; see `lora`."""
+    """Addends of the rows' adapters to the outputs of linear layers with the same input; see `lora`."""
 
     def added(self, outputs: tuple[jax.Array, ...], x: jax.Array) -> tuple[jax.Array, ...]:
         """The outputs `[rows, n, outputs]` of x `[rows, n, inputs]` under each row's adapter."""

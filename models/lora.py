@@ -38,7 +38,7 @@ BLOCKS = {
 }
 """The linear layers that adapters may update: their block, and the kind of block that has them."""
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
-"""Those that multiply the same x; see `layers.fused_linear`."""
+"""Groups of matrices that multiply the same x; see `layers.fused_linear`."""
 
 
 class Target(NamedTuple):
@@ -239,7 +239,7 @@ class LoraDecoder:
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.decoder.windows
 
     @property
@@ -248,7 +248,7 @@ class LoraDecoder:
         return None
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.decoder.context_key(length)
 
     def hidden(

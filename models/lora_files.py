@@ -56,7 +56,7 @@ class AdapterConfig(NamedTuple):
         return self.ranks.get(matching(self.ranks, module), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of A and B is multiplied by: α/r, or α/√r."""
+        """The factor of the product of A and B: α/r, or α/√r."""
         rank, alpha = self.rank_of(module), self.alphas.get(matching(self.alphas, module), self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 

@@ -48,7 +48,7 @@ class RopeScaling(NamedTuple):
     long_factor: tuple[float, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As in config.json: the fields of this kind."""
+        """The fields of this kind, as in config.json."""
         required, extra = FIELDS[self.rope_type]
         values = {name: getattr(self, name) for name in (*required, *extra)}
         listed = {name: list(v) if isinstance(v, tuple) else v for name, v in values.items() if v is not None}

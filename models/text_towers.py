@@ -59,7 +59,7 @@ def tower_of(raw: Mapping[str, Any]) -> TextTower | None:
 
 
 def text_part(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What config.json says about the language model, as a file of its family would; raises ModelError.
+    """The part of config.json about the language model, as its family spells it; raises ModelError.
 
     Args:
         raw: a parsed config.json, which is returned as it is for any other architecture.

@@ -240,7 +240,7 @@ class TensorPart(NamedTuple):
     num_parts: int  # pieces of the array
 
     def matrix(self) -> np.ndarray:
-        """As on disk; a view where the device is the host."""
+        """The matrix as on disk; a view where the device is the host."""
         host = np.asarray(self.leaf)
         part = host[self.number] if self.num_parts > 1 else host.reshape(host.shape[-2:])
         return part.T if self.piece.transposed else part

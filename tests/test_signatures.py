@@ -20,7 +20,9 @@ ROUTES = {"get", "post", "put", "delete", "api_route"}
 # A line of Args is a noun phrase: `state: the loop's state`, not `state: of the loop`, `that the loop has`,
 # `which state`, `to be run`.
 ELLIPTIC = re.compile(r"^ +\*{0,2}\w+(?:, \w+)*: (?:[Oo]f|[Tt]hat|[Ww]hich|[Tt]o be) .*", re.MULTILINE)
-# Files that may still have such lines, and those below: kernel sources, whose text is a key of compiled code.
+# A docstring begins with what it describes: `Cost of a pass`, not `What a pass costs`, `Of a pass`, `As f`.
+HEADLESS = re.compile(r'^ *"""(?:What|Of|Those|As|That|Nobody)\b.*', re.MULTILINE)
+# Files that may still have such lines of Args, and those below: their text is a key of compiled code.
 ELLIPTIC_KERNELS = re.compile(r"entropic_jax/(cpu_runtime/|pallas/.*cpu\w*\.py)")
 # A line of Args begins in lower case, but for symbols (`T_min`, `H₁`), abbreviations (`KV`) and names.
 CAPITALISED = re.compile(
@@ -245,12 +247,27 @@ def test_a_description_in_upper_case_is_found(tmp_path):
     assert capitalised(tmp_path) == {f"serving/{name}.py": [lines[name]] for name in "aeh"}
 
 
-def elliptic(root: Path) -> dict[str, list[str]]:
-    """The elliptic lines of each file that has any."""
+def lines_like(form: re.Pattern[str], root: Path) -> dict[str, list[str]]:
+    """The lines of that form in each file that has any."""
     files = (path for folder in (*FOLDERS, "benchmarks") for path in root.glob(f"{folder}/**/*.py"))
-    lines_of = {
-        path.relative_to(root).as_posix(): ELLIPTIC.findall(path.read_text("utf-8")) for path in files
-    }
+    lines_of = {path.relative_to(root).as_posix(): form.findall(path.read_text("utf-8")) for path in files}
+    return {file: lines for file, lines in lines_of.items() if lines}
+
+
+def test_docstrings_begin_with_what_they_describe():
+    assert lines_like(HEADLESS, ROOT) == {}
+
+
+@pytest.mark.parametrize("line", ["What a pass costs.", "Of a pass.", "As `f`.", "That many bytes."])
+def test_a_docstring_without_a_head_is_found(tmp_path, line):
+    (tmp_path / "serving").mkdir()
+    (tmp_path / "serving/x.py").write_text(f'def f():\n    """{line}"""\n    x = "What a pass costs."\n')
+    assert lines_like(HEADLESS, tmp_path) == {"serving/x.py": [f'    """{line}"""']}
+
+
+def elliptic(root: Path) -> dict[str, list[str]]:
+    """The elliptic lines of Args in each file that has any."""
+    lines_of = lines_like(ELLIPTIC, root)
     return {file: lines for file, lines in lines_of.items() if lines and not ELLIPTIC_KERNELS.match(file)}
 
 

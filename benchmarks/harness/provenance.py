@@ -1,6 +1,8 @@
 """Provenance of a measurement: machine, date and commit, and whether the code has changed since."""
 
+import ast
 import datetime
+import functools
 import os
 import platform
 import re
@@ -64,12 +66,40 @@ def describe_run(console: Console) -> dict[str, Any]:
 
 
 def changed_since(commit: str, paths: Sequence[str]) -> bool | None:
-    """Whether any of the paths differs from what it was at a commit; None where git cannot tell."""
+    """Whether code of any of the paths differs from that at a commit; None where git cannot tell.
+
+    Comments and docstrings of Python files are no code.
+    """
+    name = commit.partition(" ")[0]
     try:
-        status = _git("diff", "--quiet", commit.partition(" ")[0], "--", *paths).returncode
+        differing = _git("diff", "--name-only", "--no-renames", name, "--", *paths)
     except FileNotFoundError:
         return None
-    return {0: False, 1: True}.get(status)
+    if differing.returncode:
+        return None
+    return any(_code_differs(name, path) for path in differing.stdout.splitlines())
+
+
+@functools.cache
+def _code_differs(commit: str, path: str) -> bool:
+    """Whether a file that differs from that at a commit has other code."""
+    file = ROOT / path
+    if not file.is_file() or file.suffix != ".py":
+        return True
+    before = _git("show", f"{commit}:{path}")
+    if before.returncode:
+        return True
+    return code_of(before.stdout) != code_of(file.read_text("utf-8"))
+
+
+def code_of(source: str) -> str:
+    """A form of Python code that comments, docstrings and the layout of its text do not change."""
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            del node.body[0]
+    return ast.dump(tree)
 
 
 def is_unknown(commit: str) -> bool:

@@ -67,7 +67,7 @@ def multi_hop(rng: np.random.Generator) -> Task:
 
 
 def common_words(rng: np.random.Generator) -> Task:
-    """Of thirteen words, the three that occur ten times; the others occur once."""
+    """A task of thirteen words of which three occur ten times; the others occur once."""
     return _counted(rng, [10, 10, 10] + [1] * 10, "most_common")
 
 

@@ -36,7 +36,7 @@ def three_digits(rate: float) -> str:
 
 
 def ratios(rows: Rows, base: Rows, field: str) -> list[float]:
-    """Of each repetition, the figure over that of the base."""
+    """Ratios of a figure to that of the base, one for each repetition."""
     known = {row["repetition"]: row[field] for row in base}
     return [row[field] / known[row["repetition"]] for row in rows if row["repetition"] in known]
 

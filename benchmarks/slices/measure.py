@@ -57,7 +57,7 @@ def plan_case(model: str, name: str) -> dict[str, Any]:
 
 
 def costs(config: Any, plan: Plan) -> dict[str, Any]:
-    """What a decode step of all sequences reads and computes on a chip, and its least time.
+    """Costs of a decode step of all sequences on a chip, and its least time.
 
     Args:
         config: the configuration of the model.
@@ -76,7 +76,7 @@ def costs(config: Any, plan: Plan) -> dict[str, Any]:
 
 
 def compile_program(case: dict[str, Any], program: str, control: str) -> dict[str, Any]:
-    """What the compiler says about a program of a case.
+    """The compiler's report on a program of a case.
 
     Args:
         case: from `plan_case`.
@@ -167,7 +167,7 @@ def why_not_compiled(name: str) -> str:
 
 
 def stated(case: dict[str, Any]) -> dict[str, Any]:
-    """What `compile_program` reads of a case."""
+    """The fields of a case that `compile_program` reads."""
     return {name: case[name] for name in ("model", "slice", "experts", "dtypes")}
 
 

@@ -71,7 +71,7 @@ def of_the_compiler(case: dict[str, Any]) -> list[Any]:
 
 
 def programs(cases: list[dict[str, Any]]) -> Table:
-    """What the compiler says about each program."""
+    """The compiler's report on each program."""
     header = ["model", "slice", "program, preset", "arguments, GiB", "temporaries, MiB"]
     header += ["collectives", "MiB of them", "largest gather, KiB", "compiled in, s"]
     rows = []
@@ -97,7 +97,7 @@ def programs(cases: list[dict[str, Any]]) -> Table:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the figures are, and of which compiler."""
+    """Notes on the figures and the compilers."""
     versions = results["versions"]
     compilers = ", ".join(f"{name} {version}" for name, version in versions.items())
     return [

@@ -67,13 +67,13 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def of_dtype(results: dict[str, Any]) -> str:
-    """What the title of a table adds about the dtype of the model: nothing for float32."""
+    """Suffix of a table's title for the dtype of the model: none for float32."""
     dtype = results.get("dtype", "float32")
     return "" if dtype == "float32" else f", {dtype}"
 
 
 def arm_columns(entries: list[dict[str, Any]], name: str) -> list[str]:
-    """What `ARM_HEADER` names, of an arm: its speed, what a pass emits, and what it accepts.
+    """Columns of `ARM_HEADER` for an arm: speed, tokens of a pass, and acceptance.
 
     Args:
         entries: texts, as `measure.compare` returns them.

@@ -37,7 +37,7 @@ def environment(folder: Path, caches: str) -> dict[str, str]:
 
 
 class Start(NamedTuple):
-    """What was measured of a process."""
+    """Measurements of a process."""
 
     seconds: dict[str, float]  # from its start, by what they are counted to
     resident: float | None = None  # MiB of memory, once all programs are there; None of one that has ended

@@ -1,4 +1,4 @@
-"""What XLA must know of an NVIDIA GPU of compute capability 9.0 to compile for it where there is none."""
+"""Description of NVIDIA GPUs of compute capability 9.0, from which XLA compiles for them without one."""
 
 from entropic_jax.state.ledger import HARDWARE
 

@@ -43,7 +43,7 @@ BATCHES = (1, 8, 32, 64, 128, 256)
 
 
 class Dtypes(NamedTuple):
-    """Of the weights, in which the model computes, and of the KV cache."""
+    """Data types of the weights, in which the model computes, and of the KV cache."""
 
     weights: str
     cache: str

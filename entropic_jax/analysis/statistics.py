@@ -20,7 +20,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """By Student's t over independent values; fewer than two have no interval.
+    """Mean and interval by Student's t over independent values; fewer than two have no interval.
 
     >>> [round(x, 3) for x in estimate([1.0, 2.0, 3.0])]
     [2.0, -0.484, 4.484, 0.074]

@@ -78,7 +78,7 @@ def merged(layer: Layer, part: PartialAttention) -> PartialAttention:
 
 
 def own_heads(layer: Layer, x: jax.Array) -> jax.Array:
-    """What belongs to this device's query heads, of `[rows, 1, heads of the group]`."""
+    """Selects the query heads of this device from `[rows, 1, heads of the group]`."""
     if layer.page_shards is None:
         return x
     heads = x.shape[2] // layer.page_shards.size
@@ -86,7 +86,7 @@ def own_heads(layer: Layer, x: jax.Array) -> jax.Array:
 
 
 def over_group(layer: Layer, table: jax.Array, x: jax.Array) -> jax.Array:
-    """What each device of a group has computed of its own pages, on all of them, `[rows, …, pages of a row]`.
+    """Gathers results per page from the devices of a group that hold them, `[rows, …, pages of a row]`.
 
     Args:
         layer: its page shards; what is not divided stays as it is.

@@ -42,7 +42,7 @@ class LoopedAttention:
         return self.attend(*operands, **options)
 
     def kinds(self, ahead: Sequence[int]) -> Hashable | None:
-        """What is done in some layers, the period of a pattern; None if that must be traced for them alone.
+        """The kinds of work in some layers, the period of a pattern; None if these must be traced separately.
 
         Args:
             ahead: how many layers each is ahead of the next one.
@@ -74,7 +74,7 @@ class LoopedAttention:
 
 
 def _kind(recorder: Any, ahead: int) -> Hashable | None:
-    """What a recorder does so many layers ahead of the next one; None for one that does not say."""
+    """The kind of work of a recorder so many layers ahead of the next one; None if it does not state one."""
     if not hasattr(recorder, "layer_kind"):
         return None
     return recorder.layer_kind(len(recorder.layer_stats) + ahead)

@@ -178,7 +178,7 @@ def no_page_lists(selection: Selection, cache: Cache) -> tuple[PageLists, ...]:
 
 
 class WeighedPages(NamedTuple):
-    """What a step chooses its pages by, and the table that says which of them are a row's."""
+    """The weights by which a step chooses pages, and the page table of the rows."""
 
     summary: PageSummary  # each [n, kv_heads, head_dim]
     weight: jax.Array  # float32 [n, kv_heads], ≥ 0, which multiplies the mass of a page

@@ -187,7 +187,7 @@ def _by_position(layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array,
 def _released(
     layer: Layer, table: jax.Array, q: jax.Array, first: jax.Array, last: jax.Array, padded: int
 ) -> tuple[Heads, int]:
-    """As `_by_position`, over a cache padded with zeros whose empty positions are attended to; its size."""
+    """Like `_by_position`, over a cache padded with zeros whose empty positions are attended to; its size."""
     score, _ = _scores(layer, table, q, first, last)
     padded = max(padded, score.shape[-1])
     score = jnp.pad(score, ((0, 0), (0, 0), (0, padded - score.shape[-1])))

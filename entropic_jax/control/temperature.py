@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from ..entropy import entropy_statistics
 from ..state import Action, Signal
 from ..state.pytree import Gain, pytree
-from .temperature_bounds import set_temperature
+from .temperature_bounds import finite_or_zero, set_temperature
 from .temperature_solver import max_entropy, solve_temperature
 
 SMALLEST_VARENTROPY = 0.05  # nats²; below it, changing the temperature hardly changes the entropy
@@ -33,10 +33,6 @@ class _Stateless:
     def init(self, action: Action) -> tuple[()]:
         """See `Controller`: no state."""
         return ()
-
-
-def _finite(x: jax.Array) -> jax.Array:
-    return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
 def _logits(signal: Signal) -> jax.Array:
@@ -58,9 +54,9 @@ def _factor(signal: Signal, action: Action, step: jax.Array) -> jax.Array:
     Exception: a step back towards T = 1 is made if V₁ is large enough. Otherwise a row whose V_T vanished
     because the law itself went too cold (or too hot) would stay there forever.
     """
-    responsive = _finite(signal.tempered_varentropy) >= SMALLEST_VARENTROPY
+    responsive = finite_or_zero(signal.tempered_varentropy) >= SMALLEST_VARENTROPY
     towards_one = jnp.where(action.temperature < 1, step > 0, step < 0)
-    responsive_at_one = _finite(signal.varentropy) >= SMALLEST_VARENTROPY
+    responsive_at_one = finite_or_zero(signal.varentropy) >= SMALLEST_VARENTROPY
     return jnp.exp(jnp.where(responsive | (towards_one & responsive_at_one), step, 0.0))
 
 
@@ -95,7 +91,7 @@ class Paper(_Stateless):
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
-        factor = jnp.exp(self.rate * _finite(signal.tempered_entropy - self.target_entropy))
+        factor = jnp.exp(self.rate * finite_or_zero(signal.tempered_entropy - self.target_entropy))
         temperature = action.temperature * factor
         bounds = self.lowest_temperature, self.highest_temperature
         return set_temperature(action, temperature, *bounds), state
@@ -137,7 +133,7 @@ class Integral(_Stateless):
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
-        step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy)
+        step = -self.rate * finite_or_zero(signal.tempered_entropy - self.target_entropy)
         factor = _factor(signal, action, step)
         temperature = action.temperature * factor
         bounds = self.lowest_temperature, self.highest_temperature
@@ -182,8 +178,8 @@ class Normalised(_Stateless):
 
     def update(self, signal: Signal, action: Action, state: Any) -> tuple[Action, Any]:
         """See `Controller`: writes `temperature`."""
-        slope = jnp.maximum(_finite(signal.tempered_varentropy), self.lowest_varentropy)
-        step = -self.rate * _finite(signal.tempered_entropy - self.target_entropy) / slope
+        slope = jnp.maximum(finite_or_zero(signal.tempered_varentropy), self.lowest_varentropy)
+        step = -self.rate * finite_or_zero(signal.tempered_entropy - self.target_entropy) / slope
         factor = _factor(signal, action, jnp.clip(step, -jnp.asarray(self.largest_step), self.largest_step))
         temperature = action.temperature * factor
         bounds = self.lowest_temperature, self.highest_temperature
@@ -269,7 +265,7 @@ class Mirostat(_Stateless):
         """See `Controller`: writes `surprisal_limit`."""
         first = jnp.isinf(action.surprisal_limit)
         previous = jnp.where(first, 0.0, action.surprisal_limit)
-        moved = previous - self.rate * _finite(signal.surprisal - self.target_entropy)
+        moved = previous - self.rate * finite_or_zero(signal.surprisal - self.target_entropy)
         limit = jnp.where(first, 2 * jnp.asarray(self.target_entropy, jnp.float32), moved)
         usable = (action.temperature > 0) & jnp.isfinite(limit)
         return action._replace(surprisal_limit=jnp.where(usable, limit, action.surprisal_limit)), state

@@ -47,6 +47,15 @@ def resolve_upper_bound(law: Any, signal: Signal) -> Any:
     return dataclasses.replace(law, **{FIELD: upper_bound(getattr(law, FIELD), signal)})  # type: ignore[type-var]
 
 
+def finite_or_zero(x: jax.Array) -> jax.Array:
+    """The array with 0 for what is not finite, so that a failed measurement spoils no value and no gradient.
+
+    >>> finite_or_zero(jnp.array([1.0, jnp.nan, jnp.inf])).tolist()
+    [1.0, 0.0, 0.0]
+    """
+    return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
 def set_temperature(
     action: Action, temperature: jax.Array, lowest_temperature: Gain, highest_temperature: Gain
 ) -> Action:

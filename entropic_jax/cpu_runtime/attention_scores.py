@@ -82,7 +82,7 @@ def scores(group: int, head_dim: int, page_size: int, dtype: str, wide: bool, ro
 
 
 class _Addresses(NamedTuple):
-    """What `scores` reads and writes; each a value of the code that is emitted."""
+    """The addresses that `scores` reads and writes; each is a value of the code that is emitted."""
 
     keys: Any
     query: Any
@@ -184,7 +184,7 @@ class _Scores:
         return fours.__getitem__
 
     def fours_of_block(self, t: Any, part: Any, quad: int) -> Callable[[int], Any]:
-        """What `fours_of_page` has kept in the scratch."""
+        """The groups of four keys that `fours_of_page` has stored in the scratch."""
         load_one = lambda m: load(self.builder, self.addresses.block, self.block_offset(part, m, quad))
         return [load_one(m) for m in range(CHUNK)].__getitem__ if self.wide else load_one
 

@@ -39,7 +39,7 @@ class _Codegen(JITCPUCodegen):
 
 
 def _stand_in(library: Any, fndesc: Any, env: Any) -> Any:
-    """What Numba keeps in place of a function's machine code: a method of C, equal to no other, which fails.
+    """Placeholder for the machine code of a function: a C method, equal to no other, which fails.
 
     Args:
         library: the code of the function.

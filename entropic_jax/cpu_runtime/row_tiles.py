@@ -31,7 +31,7 @@ SPLIT = 3  # parts of a number that is not rounded
 
 
 def _rest(builder: Any, value: Any) -> Any:
-    """What the upper halves of a vector leave of it."""
+    """The rest of a vector after its upper halves are subtracted."""
     upper = builder.and_(builder.bitcast(value, INTEGERS), integers(-65536))
     return builder.fsub(value, builder.bitcast(upper, VECTOR))
 

@@ -59,7 +59,7 @@ class PageShards:
         return [x.reshape(*x.shape[:-2], -1) for x in parts]
 
     def exchange(self, x: jax.Array, axis: int) -> jax.Array:
-        """What each device of the group has for this one, one after the other along the axis.
+        """Exchanges parts between the devices of a group: those for this device, joined along the axis.
 
         Args:
             x: with an axis of `size` entries, one for each device of the group.

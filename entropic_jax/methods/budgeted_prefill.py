@@ -15,7 +15,7 @@ ROUNDING = 1e-3  # pages, below which a part of a page is a rounding error of fl
 
 
 class SegmentBudget(NamedTuple):
-    """What the layers pass on during a segment."""
+    """State that layers pass on during a segment."""
 
     layer: int  # number of the layer that receives it
     entropy: jax.Array | None  # [rows, layers, kv_heads], of the segment before; 0 where there was none

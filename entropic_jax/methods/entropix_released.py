@@ -60,7 +60,7 @@ class Last(NamedTuple):
 
 
 def _released_features(signal: Signal, logits: jax.Array, together: bool = True) -> QuadrantFeatures:
-    """In bits, bits² and the scores' own unit; `together`, the mean over the rows that emit, in every row."""
+    """Features in bits, bits² and the scores' own unit; with `together`, means over the rows that emit."""
     if signal.focus is None:
         raise ValueError("signal must come from a step whose controller observes attention; got no focus")
     plain, focus = entropy.entropy_statistics(logits), signal.focus

@@ -63,7 +63,7 @@ class TopPExperts:
 
 
 def features(probability: jax.Array, previous_entropy: jax.Array, ranks: int) -> jax.Array:
-    """What the expected gain of the next expert is computed from, float32 `[rows, ranks, 6]`.
+    """Features from which the gain of the next expert is expected, float32 `[rows, ranks, 6]`.
 
     For each n from 1 to `ranks`: 1, q, H_r, H, q · H_r and q · H, where q = p_{n+1} / (p_1 + … + p_{n+1}) is
     the weight that the next expert would have, H_r the router's entropy and H that of the token before.

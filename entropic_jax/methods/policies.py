@@ -78,7 +78,7 @@ class ModelWidePolicy(Protocol):
         """Raises ValueError for a model that the policy is not for."""
 
     def begin_segment(self, states: tuple[Any, ...]) -> Any:
-        """What the lowest layer receives as `below`, from the states of all layers before the segment."""
+        """The value of `below` for the lowest layer, from the states of all layers before the segment."""
 
 
 class CompressionPolicy(Protocol):

@@ -66,7 +66,7 @@ class FilePath(NamedTuple):
 
 
 class PrefillOption(NamedTuple):
-    """What an option accepts, its help, its default as text, and the methods that have it."""
+    """An option: accepted values, help, default as text, and the methods that have it."""
 
     accepts: Accepted
     help: str

@@ -44,7 +44,7 @@ INSTEAD = {
     "structured_outputs": "a server takes grammars, in the field of that name",
     "use_beam_search": "there is no beam search; use n, and choose by cumulative_logprob",
 }
-"""What there is in place of parameters of vLLM and Transformers."""
+"""Replacements for parameters of vLLM and Transformers."""
 
 
 @refuses_unknown(INSTEAD)
@@ -251,7 +251,7 @@ PARAMETERS = {line.name: line for line in parameters_of(SamplingParams)}
 """Every sampling parameter by name."""
 
 DEVICE_PARAMETERS = {line.name: line for line in parameters_of(SamplingParams, (DEVICE,))}
-"""Those that `state.Sampling` holds, one number per row."""
+"""Parameters that `state.Sampling` holds, one number per row."""
 
 IN_GENERATION_CONFIG = (
     "temperature",

@@ -42,7 +42,7 @@ def is_draft_model(speculate: Any) -> bool:
     """
     if not isinstance(speculate, str | os.PathLike) or speculate in (*DRAFTERS, ""):
         return False
-    return Path(speculate).is_dir()
+    return os.path.isdir(speculate)  # False also for what cannot be a path
 
 
 def is_draft_head(speculate: Any) -> bool:

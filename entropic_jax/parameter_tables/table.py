@@ -154,7 +154,7 @@ class Strings(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """How many, and how long."""
+        """The number of strings and their length."""
         return f"up to {self.most} strings of 1 to {self.length} characters"
 
     def check(self, name: str, value: Any) -> tuple[str, ...]:
@@ -182,7 +182,7 @@ class TokenIds(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """How many."""
+        """The number of token ids."""
         return f"up to {self.most} token ids"
 
     def check(self, name: str, value: Any) -> tuple[int, ...] | None:

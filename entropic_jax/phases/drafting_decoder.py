@@ -47,13 +47,13 @@ class DraftModel:
         attend: Any,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As in `Decoder`. Tokens that the model does not have are read as its last one."""
+        """See `Decoder`. Tokens that the model does not have are read as its last one."""
         if self.shape.vocabulary < self.vocabulary:
             tokens = jnp.minimum(tokens, self.shape.vocabulary - 1)
         return self.decoder.hidden(params, tokens, positions, layers, attend, lengths)
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.decoder.context_key(length)
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
@@ -104,11 +104,11 @@ class DraftingDecoder:
         return hidden, written + drafted
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
-        """Those of the target, float32 `[..., vocabulary]`."""
+        """Logits of the target model, float32 `[..., vocabulary]`."""
         return self.target.logits(params.target, hidden)
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`, of both models."""
+        """See `Decoder`; of both models."""
         return (*self.target.context_key(length), *self.draft.context_key(length))
 
     @property

@@ -45,7 +45,7 @@ class Logits(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """What the logits of a position decide; one entry per row."""
+    """The token and the control that follow from the logits of a position; one entry per row."""
 
     emitting: jax.Array  # bool [rows]: the row emits a token; other active rows have failed (NaN logits)
     token: jax.Array  # int32 [rows], that of the position before in rows that emit none

@@ -53,6 +53,6 @@ class ExpertReader:
         return count
 
     def total(self) -> ExpertsRead:
-        """What the step has read."""
+        """Totals of the step so far."""
         counts = jnp.stack(self._counts, axis=-1)
         return ExpertsRead(counts, counts.sum(-1).astype(jnp.float32) / self._most)

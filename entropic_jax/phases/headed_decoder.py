@@ -91,15 +91,15 @@ class HeadedDecoder:
         attend: Any,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As in `Decoder`, of the model."""
+        """See `Decoder`; of the model."""
         return self.target.hidden(params.target, tokens, positions, layers, attend, lengths)
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
-        """As in `Decoder`, of hidden states of the model."""
+        """See `Decoder`; of hidden states of the model."""
         return self.target.logits(params.target, hidden)
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.target.context_key(length)
 
     @property
@@ -128,7 +128,7 @@ class HeadSteps:
         attend: Any,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As in `Decoder`; keys and values of zeros are written."""
+        """See `Decoder`; keys and values of zeros are written."""
         head, shape, written = self.headed.head, self.shape, list(layers)
 
         def read(query: jax.Array) -> jax.Array:
@@ -141,9 +141,9 @@ class HeadSteps:
         return hidden, tuple(written)
 
     def logits(self, params: DraftingParams, hidden: jax.Array) -> jax.Array:
-        """As in `Decoder`, of what the head drafts."""
+        """See `Decoder`; of the head's drafts."""
         return self.headed.head.logits(params.target, params.draft, hidden)
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.headed.context_key(length)

@@ -114,7 +114,7 @@ def runs(history: History) -> tuple[jax.Array, jax.Array]:
 
 
 def _run_penalty(sampling: Sampling, history: History) -> jax.Array:
-    """What DRY subtracts from the logits, float32 `[rows, vocabulary]`."""
+    """The penalty that DRY subtracts from the logits, float32 `[rows, vocabulary]`."""
     rows, vocabulary = history.generated.shape
     token, length = runs(history)
     excess = length - sampling.dry_allowed_length[:, None]

@@ -102,7 +102,7 @@ def _typical_range(logits: jax.Array, typical_p: jax.Array, floor: jax.Array) ->
 
 
 class _Left(NamedTuple):
-    """What filters have left of each row."""
+    """The tokens of each row that filters have kept."""
 
     highest: jax.Array  # float32 [rows], the largest logit
     ratio: jax.Array  # float32 [rows, vocabulary], probabilities relative to the largest one; 0 outside

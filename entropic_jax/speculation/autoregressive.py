@@ -160,7 +160,7 @@ class AutoregressiveDrafter:
         return self
 
     def reader(self, batch: Batch) -> Any:
-        """What chooses the pages that a step reads; None reads all.
+        """The reader that chooses the pages of a step; None reads all.
 
         Args:
             batch: the rows of the step.

@@ -48,7 +48,7 @@ class Cascade:
         return batch, best
 
     def _expected_rates(self, model: ControlledModel, batch: Batch) -> list[jax.Array | None]:
-        """What is expected of each drafter, float32 `[]`; None of one that states nothing, or without costs.
+        """Expected rate of each drafter, float32 `[]`; None for one that states nothing, or without costs.
 
         Args:
             model: whose tokens are drafted.

@@ -18,7 +18,7 @@ class Draft(NamedTuple):
 
 
 class DraftRecord(NamedTuple):
-    """What is remembered of each row's drafts (`State.speculation`)."""
+    """Record of each row's drafts (`State.speculation`)."""
 
     shift: jax.Array  # float32 [rows, drafters], correction of the log-odds of each drafter's probabilities
     idle: jax.Array  # int32 [rows], passes in a row without a drafted token

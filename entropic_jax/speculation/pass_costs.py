@@ -74,7 +74,7 @@ class PassCosts(NamedTuple):
         return self._step_costs("draft_step", rows)
 
     def head_step_costs(self, rows: int) -> tuple[float, float]:
-        """As `draft_step_costs`, of a step of a draft head."""
+        """Like `draft_step_costs`, for a step of a draft head."""
         return self._step_costs("head_step", rows)
 
     def _step_costs(self, name: str, rows: int) -> tuple[float, float]:

@@ -160,7 +160,7 @@ def _costs_of_model(shapes: PassShapes, seconds: list[list[float]]) -> PassCosts
 def _draft_step(
     model: Any, seconds: tuple[float, float], context: int, of_position: float
 ) -> tuple[float, float]:
-    """What a step of a drafter costs without context, and what each cached position adds.
+    """Cost of a step of a drafter without context, and of each cached position.
 
     Args:
         model: the functions of the drafter.
@@ -176,7 +176,7 @@ def _draft_step(
 
 
 def _emission(rows: tuple[int, int], seconds: list[float], of_model: np.ndarray) -> tuple[float, float]:
-    """What passes or plain steps cost besides the model: with one row, and for each further row.
+    """Cost of passes or plain steps besides the model: with one row, and for each further row.
 
     Args:
         rows: the rows of the passes.

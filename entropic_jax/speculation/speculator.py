@@ -22,7 +22,7 @@ EXPECTED = 0.9  # P(accepted) of a token that the host expects, before correctio
 
 @pytree
 class Speculator:
-    """What speculative decoding needs besides model and controller; a pytree: new numbers never retrace."""
+    """Parts of speculative decoding besides model and controller; a pytree: new numbers never retrace."""
 
     drafter: Any  # a `Drafter`
     law: DraftLength

@@ -26,7 +26,7 @@ from .drafter import ControlledModel, Draft
 
 
 class PassPlan(NamedTuple):
-    """What one pass verifies."""
+    """The tokens that one pass verifies."""
 
     draft: Draft
     num_drafted: jax.Array  # int32 [rows], drafted tokens to verify
@@ -117,7 +117,7 @@ def verify(
 
 
 def pass_cost(model: ControlledModel, batch: Batch, plan: PassPlan) -> ledger.Cost:
-    """What the ledger charges every active row for a pass; float32 `[rows]` each.
+    """Cost that the ledger charges every active row for a pass; float32 `[rows]` each.
 
     Args:
         model: whose tokens are verified.

@@ -82,7 +82,7 @@ def scales_and_minima(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def with_minima(blocks: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """What Q4_K and Q5_K make of their integers `[blocks, 8, 32]`."""
+    """Values of the integers of Q4_K and Q5_K, `[blocks, 8, 32]`."""
     scales, minima = scales_and_minima(blocks[:, 4:16])
     d, lowest = halves(blocks, 0)[..., None], halves(blocks, 2)[..., None]
     return (d * scales * values - lowest * minima).reshape(len(blocks), -1)

@@ -44,7 +44,7 @@ SCALINGS = ("none", "linear", "yarn")
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """What a config.json would say. Raises ModelError for a file from which it cannot be known."""
+    """The equivalent of config.json. Raises ModelError for a file that does not determine it."""
     file = GGUFFile(path)
     values = file.metadata
     name = values.get("general.architecture")

@@ -20,7 +20,7 @@ class ScaleGrid(NamedTuple):
 
     @property
     def stored_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """In which shapes files hold the scales: axes of length 1 may be absent."""
+        """The shapes in which files hold the scales: axes of length 1 may be absent."""
         down, across = self.shape
         return ((down, across), *([(down,)] if across == 1 else []), *([()] if down == across == 1 else []))
 

@@ -97,7 +97,7 @@ def release_pages(array: np.ndarray) -> None:
 
 
 def numpy_dtype(code: str) -> np.dtype:
-    """In which a tensor of this code is read."""
+    """The NumPy dtype in which a tensor of this code is read."""
     name = DTYPES.get(code) or INTEGERS.get(code)
     return np.dtype(np.uint8) if name is None else jnp.dtype(name)
 

@@ -59,7 +59,7 @@ def held_out(work: Path, tokenizer: Tokenizer, seed: int) -> list[File]:
 
 
 def encoded(documents: list[dict[str, str]], tokenizer: Tokenizer, seed: int) -> list[File]:
-    """Those documents that have 8 to 64 kB, in a random order.
+    """Documents of 8 to 64 kB, encoded, in a random order.
 
     Args:
         documents: `package`, `path` and `text` of each.

@@ -28,7 +28,7 @@ class Target(NamedTuple):
 
 
 class Taught(NamedTuple):
-    """What the model computes for a window, which the head reads and learns."""
+    """Results of the model for a window, which the head reads and learns."""
 
     hidden: jax.Array  # [rows, n, hidden]
     keys: jax.Array | None = None  # [rows, n, kv_heads, head_dim], of the layer that the head reads
@@ -170,7 +170,7 @@ def hidden(
     positions: jax.Array,
     read: Any,
 ) -> jax.Array:
-    """As `DraftHead.hidden`, of embedded tokens.
+    """Like `DraftHead.hidden`, of embedded tokens.
 
     Args:
         head: the head's functions.

@@ -25,7 +25,7 @@ Advance = Callable[[int, int], object]  # called with the number of finished win
 
 
 class Scores(NamedTuple):
-    """Of each target of a window: its cost in nats, and whether no token was likelier."""
+    """Scores of the targets of a window: cost in nats, and whether no token was likelier."""
 
     nats: np.ndarray  # float32 [time]
     hit: np.ndarray  # bool [time]

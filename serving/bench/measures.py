@@ -144,7 +144,7 @@ def pick(figures: Mapping[str, Any], path: tuple[str, ...]) -> float | None:
 
 
 def compared(first: list[dict[str, Any]], second: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each figure, the medians of both servers and the ratios (first over second) of the paired runs."""
+    """Medians of both servers for each figure, and ratios (first over second) of the paired runs."""
     rows = []
     for name, path, more in COMPARED:
         pairs = [(pick(a, path), pick(b, path)) for a, b in zip(first, second, strict=True)]

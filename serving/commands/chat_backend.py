@@ -28,11 +28,11 @@ class ChatBackend(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model."""
 
     @property
     def preset(self) -> str | None:
-        """Of control by entropy; None is the server's default."""
+        """The preset of control; None is the server's default."""
 
     def presets(self) -> Sequence[str]:
         """The presets that `use_preset` accepts."""

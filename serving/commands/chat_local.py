@@ -99,12 +99,12 @@ class LocalChat:
 
     @property
     def name(self) -> str:
-        """Of the model."""
+        """The name of the model."""
         return self.model.names[0]
 
     @property
     def preset(self) -> str:
-        """Of control by entropy."""
+        """The preset of control."""
         return self.control.preset
 
     def presets(self) -> Sequence[str]:

@@ -12,7 +12,7 @@ from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options import parallelism, processes
 from ..options.model import check_directory, computing_dtype
-from ..options.option_types import message_of
+from ..options.option_types import message_of, path
 from . import model_options
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic convert` takes."""
-    parser.add_argument("--model", type=Path, required=True, help="model directory to convert")
+    parser.add_argument("--model", type=path, required=True, help="model directory to convert")
     parser.add_argument(
         "--output",
         type=Path,

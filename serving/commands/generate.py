@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model_options.add_parse_special(parser)
     kv_cache.add_argument(parser)
     parallelism.add_arguments(parser)
-    prompt = parser.add_argument_group("prompt (default: standard input)").add_mutually_exclusive_group()
+    title = "prompt (default: standard input, or a few lines of Python for the embedded model on a terminal)"
+    prompt = parser.add_argument_group(title).add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     prompt.add_argument(
         "--prompt-file",

@@ -1,12 +1,12 @@
 """Options that several commands share: the model, and texts to measure it on."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options.model import DTYPES, EMBEDDED, QUANTIZATIONS, check_directory, computing_dtype
+from ..options.option_types import path
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Declare `--model`, `--dtype` and `--quantization`."""
-    parser.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    parser.add_argument("--model", type=path, default=EMBEDDED, help="model directory (default: embedded)")
     add_dtype(parser)
     add_quantization(parser)
 

@@ -9,14 +9,13 @@ import json
 import os
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from entropic_jax.parameter_tables.control_gains import PRESETS
 from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options import kv_cache, parallelism, speculation_options
-from ..options.option_types import ROWS, number, positive
+from ..options.option_types import ROWS, number, path, positive
 from . import model_options
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ Ways = list[dict[str, str]]  # options with each of which a batch fits, by name
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `entropic plan` takes."""
     parser.add_argument(
-        "--model", type=Path, required=True, metavar="PATH", help="model directory, or its config.json"
+        "--model", type=path, required=True, metavar="PATH", help="model directory, or its config.json"
     )
     text = "TPU slice, chip and shape, as v5e:2x4 or v5p:2x2x2; or GPUs of a host, as h100:8"
     parser.add_argument("--topology", required=True, metavar="NAME", help=text)
@@ -178,7 +177,7 @@ def what_would_fit(
     plan_with: "Callable[..., Plan]",
     platform: str,
 ) -> Ways:
-    """What holds so many sequences: a quantization on this slice, and the first larger slice.
+    """Ways to hold so many sequences: a quantization on this slice, and the first larger slice.
 
     Args:
         config: the model's configuration.
@@ -216,7 +215,7 @@ def check_divides(option: str, value: int, name: str, number: int) -> None:
 
 
 def of_all_ranks(plan: "Plan", ranks: int) -> dict[str, Any]:
-    """What as many engines as there are ranks hold and do together, each with the plan's chips.
+    """Memory and rates of all ranks together, each an engine with the plan's chips.
 
     Args:
         plan: the plan of one engine.

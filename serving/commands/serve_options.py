@@ -13,7 +13,7 @@ from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
-from ..options.option_types import DEFAULT_ROWS, ROWS, num_bytes, number, positive, string
+from ..options.option_types import DEFAULT_ROWS, ROWS, num_bytes, number, path, positive, string
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _model(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--model", type=Path, default=EMBEDDED, help="model directory (default: embedded)")
+    group.add_argument("--model", type=path, default=EMBEDDED, help="model directory (default: embedded)")
     group.add_argument(
         "--served-model-name",
         nargs="+",

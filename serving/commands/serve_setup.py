@@ -1,4 +1,4 @@
-"""What the options of `entropic serve` describe: settings, options of the engine, text side; their start."""
+"""Setup of `entropic serve` from its options: settings, engine options and text side, and their start."""
 
 import argparse
 import os
@@ -120,7 +120,7 @@ def engine_options_of(options: argparse.Namespace, settings: Settings) -> "Engin
         "kv_cache_dtype": options.kv_cache_dtype,
         "kv_cache_bytes": options.kv_cache_bytes,
         "gpu_memory_utilization": options.gpu_memory_utilization,
-        "scheduling_policy": "fcfs" if options.scheduling_policy == "priority" else options.scheduling_policy,
+        "scheduling_policy": options.scheduling_policy,
         "law": dict(settings.control.gains).get("law"),
     }
     gains = dict(settings.control.gains)

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 class EngineParts(NamedTuple):
-    """What an engine is made of, but for its thread."""
+    """The parts of an engine, without its thread."""
 
     sizes: Sizes
     row_controllers: RowControllers

@@ -225,7 +225,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def of(self, rank: int) -> Callable[[int, int], None]:
-        """What the warm-up of a rank reports to."""
+        """The observer that the warm-up of a rank reports to."""
 
         def report(done: int, total: int) -> None:
             with self._lock:

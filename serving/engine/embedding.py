@@ -124,7 +124,7 @@ class Embedder:
         return program
 
     def _launched(self, key: Key, launch: Callable[[], Any], sent: Any, stop: threading.Event) -> Any:
-        """What a launch returns; on a mesh None if it was no longer wanted before the engine made it.
+        """The result of a launch; on a mesh None if it was cancelled before the engine made it.
 
         Args:
             key: the name of the launch for other processes.

@@ -37,7 +37,7 @@ class ServedOperation(NamedTuple):
 
     @property
     def text(self) -> str:
-        """For a person.
+        """The report as text for people.
 
         >>> ServedOperation("write", "xla", False, None).text
         'xla (there is no kernel for this device)'
@@ -47,7 +47,7 @@ class ServedOperation(NamedTuple):
 
 
 class AttentionShape(NamedTuple):
-    """What the kernels of an engine are called with."""
+    """Shapes with which the kernels of an engine are called."""
 
     rows: int
     chunk: int  # tokens of a prompt
@@ -139,7 +139,7 @@ def attention_shape(model: models.Model, options: EngineOptions, sizes: Sizes) -
 
 
 def expert_operands(model: models.Model, rows: int) -> tuple[Any, ...]:
-    """What a step's first product of a layer's experts is called with on a device; () without experts.
+    """Operands of a step's first product of a layer's experts on a device; () without experts.
 
     Args:
         model: the model; its params may be abstract.

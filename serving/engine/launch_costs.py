@@ -21,7 +21,7 @@ LEAST_SHARE = 0.1  # of a launch's seconds that its steps take, at least
 
 
 class MeasuredLaunch(NamedTuple):
-    """What a launch took, and what it emitted."""
+    """Time of a launch, and the tokens that it emitted."""
 
     steps: int
     seconds: float
@@ -31,7 +31,7 @@ class MeasuredLaunch(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """What the next tokens of some sequences are expected to be."""
+    """Expected next tokens of some sequences."""
 
     planned: tuple[int, ...]  # tokens that each plan expects
     free: int  # sequences that emit a token in each step

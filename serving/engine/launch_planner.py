@@ -131,7 +131,7 @@ class LaunchPlanner:
                         yield DecodeProgram(width, policy, sampler, speculates)
 
     def _available(self, programs: Iterable[DecodeProgram]) -> Iterator[DecodeProgram]:
-        """Those of the programs that can be chosen."""
+        """The programs that can be chosen."""
         return (program for program in programs if self.programs.available(("decode", *program)))
 
     def speculates(self, running: list[Sequence], plans: Mapping[int, Plan]) -> bool:

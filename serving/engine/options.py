@@ -21,13 +21,31 @@ from ..options import control_options, lora, parallelism, prefill_options, specu
 from ..options.control_options import METHODS, SAMPLERS
 from ..options.kv_cache import KvCacheDtype
 from ..options.model import QUANTIZATIONS
-from ..options.option_types import DEFAULT_ROWS, ROWS
+from ..options.option_types import BYTES, DEFAULT_ROWS, POSITIVE, ROWS
 from .launch_shapes import chunk_shapes, widths
 from .program_shapes import Shapes
 
 Warmup = Literal["none", "min", "full"]
 Policy = Literal["entropic", "predicted", "fcfs"]
+PRIORITY = "priority"  # vLLM's name of "fcfs" where requests state priorities, which all policies heed here
 UTILIZATIONS = Number(float, 0, 1, above_low=True)
+NUMBERS = {  # what numeric fields of `EngineOptions` accept
+    "max_num_seqs": ROWS,
+    "max_model_len": POSITIVE,
+    "max_num_batched_tokens": POSITIVE,
+    "block_size": POSITIVE,
+    "gpu_memory_utilization": UTILIZATIONS,
+    "kv_cache_bytes": BYTES,
+    "num_pages": BYTES,  # refused by what fits into the memory
+    "max_queue": POSITIVE,
+    "max_steps": Number(int, 1, 4096),
+    "branches": control_options.BRANCHES,
+    "compile_workers": POSITIVE,
+    **lora.NUMBERS,
+    **parallelism.NUMBERS,
+}
+# Fields that may not be None.
+REQUIRED = ("max_num_seqs", "max_queue", "max_steps", "max_lora_rank", *parallelism.SIZES)
 EXACT_CHUNK = 64  # tokens of a prefill chunk with `batch_invariant`: one shape, so keep it small
 
 
@@ -59,7 +77,8 @@ class EngineOptions:
     kv_cache_bytes: int | None = None  # of the page pool
     num_pages: int | None = None  # of the page pool, instead of bytes
     enable_prefix_caching: bool = True
-    scheduling_policy: Policy | None = None  # None: "entropic" if the preset has the scale macro, else "fcfs"
+    # None: "entropic" if the preset has the scale macro, else "fcfs".
+    scheduling_policy: Policy | Literal["priority"] | None = None
     max_queue: int = 1024  # requests that may wait
     max_steps: int = 16  # of a launch
     pruning: bool | None = None  # may a request leave pages unread; None: unless `preset` or a model drafts
@@ -88,16 +107,9 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        optional = ("max_model_len", "max_num_batched_tokens", "block_size", "kv_cache_bytes", "num_pages")
-        for name in (*optional, "compile_workers"):
-            _check_integer(name, getattr(self, name), 1)
-        if self.branches is not None:
-            control_options.BRANCHES.check("branches", self.branches)
-        ROWS.check("max_num_seqs", self.max_num_seqs)
-        for name in ("max_queue", "max_steps"):
-            _check_integer(name, getattr(self, name), 1, optional=False)
-        if self.gpu_memory_utilization is not None:
-            UTILIZATIONS.check("gpu_memory_utilization", self.gpu_memory_utilization)
+        for name, accepts in NUMBERS.items():
+            if (value := getattr(self, name)) is not None or name in REQUIRED:
+                object.__setattr__(self, name, accepts.check(name, value))
         flags = ("enable_prefix_caching", "enable_chunked_prefill", "batch_invariant", "parse_special")
         for name in (*flags, "pruning"):
             if name != "pruning" or self.pruning is not None:
@@ -119,7 +131,7 @@ class EngineOptions:
         control_options.check_clarification(self.clarification, self.preset)
         choices = {
             "warmup": get_args(Warmup),
-            "scheduling_policy": (None, *get_args(Policy)),
+            "scheduling_policy": (None, *get_args(Policy), PRIORITY),
             "kv_cache_dtype": get_args(KvCacheDtype),
             "quantization": (None, *QUANTIZATIONS),
         }
@@ -131,6 +143,8 @@ class EngineOptions:
     @property
     def policy(self) -> Policy:
         """The scheduling policy in force: by default "entropic" if the preset has the scale macro."""
+        if self.scheduling_policy == PRIORITY:
+            return "fcfs"
         if self.scheduling_policy is not None:
             return self.scheduling_policy
         return "entropic" if MACRO in SCALES.get(self.preset, ()) else "fcfs"
@@ -150,13 +164,6 @@ class EngineOptions:
         """Whether a request may leave pages unread, as far as no method forbids it."""
         drafts = DRAFTS in SCALES.get(self.preset, ()) or has_weights(self.speculate)
         return not drafts if self.pruning is None else self.pruning
-
-
-def _check_integer(name: str, value: Any, low: int, optional: bool = True) -> None:
-    if not (optional and value is None) and (
-        not isinstance(value, int) or isinstance(value, bool) or value < low
-    ):
-        raise ParameterError(f"{name} must be an integer of at least {low}; got {short(value)}", name)
 
 
 class Sizes(NamedTuple):
@@ -281,12 +288,25 @@ def _num_pages(
         room = options.kv_cache_bytes or devices * memory.cache_room(options.gpu_memory_utilization, sharers)
         pages = min(options.max_num_seqs * (-(-context // page_size) + spare), room // of_page)
         if pages < 1:
-            message = f"kv_cache_bytes must be at least {of_page}, for one page; got {room}"
-            raise ParameterError(message, "kv_cache_bytes")
+            raise _no_page(options, page_size, of_page, room)
     if pages <= spare:
         raise ParameterError(f"num_pages must be at least {spare + 1} with {plan}; got {pages}", "num_pages")
     _check_room(options, pages, of_page, devices, sharers)
     return pages
+
+
+def _no_page(options: EngineOptions, page_size: int, of_page: int, room: int) -> ParameterError:
+    """The error where the KV cache has no room for one page, which names the option that was stated."""
+    if options.kv_cache_bytes is not None:
+        message = f"kv_cache_bytes must be at least {of_page}, for one page; got {options.kv_cache_bytes}"
+        return ParameterError(message, "kv_cache_bytes")
+    if options.block_size is not None:
+        most = room * page_size // of_page
+        message = f"block_size must be at most {most}, for a page in {room} bytes; got {page_size}"
+        return ParameterError(message, "block_size")
+    share = options.gpu_memory_utilization or "the default"
+    message = f"gpu_memory_utilization must leave {of_page} bytes, for one page; got {share}"
+    return ParameterError(message, "gpu_memory_utilization")
 
 
 def _check_room(options: EngineOptions, pages: int, of_page: int, devices: int, sharers: int) -> None:

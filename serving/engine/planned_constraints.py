@@ -26,7 +26,7 @@ class TokenSets:
         self._places: dict[bytes, int] = {}
 
     def place(self, bits: np.ndarray) -> int:
-        """Where a set is; -1 if there is no room for it.
+        """The place of a set; -1 if there is no room for it.
 
         Args:
             bits: int32 `[words]`, or one word for all of them.

@@ -1,4 +1,4 @@
-"""Prefill planner: which prompts the next chunk holds, and how long it is, by measured time."""
+"""Chunked prefill: the prompts of the next chunk and its length, within the token budget and by measured time."""
 
 import time
 from collections.abc import Iterable
@@ -187,7 +187,7 @@ def _left(sequence: Sequence) -> int:
 
 
 def _order(sequence: Sequence, timestamp: float) -> tuple:
-    """What prompts are sorted by: priority, then who was passed over for too long, then the least left."""
+    """Sort key of prompts: priority, then those passed over for too long, then the fewest tokens left."""
     since = max(sequence.prefill_time, sequence.admitted_time or 0.0)
     priority = sequence.engine_request.priority
     if timestamp - since > LONGEST_PASSED_OVER:

@@ -116,7 +116,7 @@ def accept(listener: socket.socket, token: bytes, num_processes: int, seconds: f
     changed = threading.Condition()
 
     def identify(stream: socket.socket) -> None:
-        """In a thread: a stranger that is silent keeps nobody else out."""
+        """Identifies a connection in a thread, so that one that stays silent does not block others."""
         stream.settimeout(HANDSHAKE_SECONDS)
         process_id = _identified(stream, token)
         with changed:
@@ -191,7 +191,7 @@ def _signature(token: bytes, *parts: bytes) -> bytes:
 
 
 def _received(stream: socket.socket, size: int) -> bytes | None:
-    """That many bytes; None if the stream ends before them."""
+    """Receives so many bytes; None if the stream ends before them."""
     data = bytearray(size)
     view, done = memoryview(data), 0
     while done < size:

@@ -12,7 +12,7 @@ from entropic_jax.speculation import PassCosts, Speculator, drafts_tokens, make_
 
 
 class DecodeProgram(NamedTuple):
-    """Which decode program it is: its static arguments."""
+    """Static arguments of a decode program."""
 
     width: int  # rows that a step computes
     page_policy: PagePolicy | None  # which pages the steps read
@@ -65,7 +65,7 @@ class Shapes:
     def speculator(
         self, rows: int, costs: PassCosts | None = None, headed: bool = False
     ) -> Speculator | None:
-        """What drafts the tokens of a batch.
+        """The speculator that drafts the tokens of a batch.
 
         Args:
             rows: number of rows of the batch.

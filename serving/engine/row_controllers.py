@@ -126,7 +126,7 @@ class RowControllers:
         drafter: str = OFF,
         always_drafts: bool = False,
     ) -> None:
-        """What the engine's programs are compiled for.
+        """Takes the controllers that the engine's programs are compiled for.
 
         Args:
             law: name of the temperature law of the presets micro, full and full-lossy.

@@ -165,7 +165,14 @@ class RunningBatch:
         return retracted
 
     def end(self, sequence: Sequence, reason: Any, error: str | None = None, timed_out: bool = False) -> None:
-        """End a sequence for a reason from outside its text, and send the tokens held back."""
+        """End a sequence for a reason from outside its text, and send the tokens held back.
+
+        Args:
+            sequence: the sequence to end.
+            reason: its finish reason.
+            error: message of an error that ended it.
+            timed_out: whether its time was up.
+        """
         tokens = sequence.transcript.finish(reason, error)
         if sequence.row >= 0:
             self.vacate(sequence)

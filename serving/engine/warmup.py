@@ -33,7 +33,7 @@ class CompilationCount:
 
     @property
     def doing(self) -> str:
-        """What is being compiled; "" for nothing. Without a warm-up, it is not known how many are left."""
+        """The program being compiled; "" for none. Without a warm-up, it is not known how many are left."""
         if not self.notice.running:
             return ""
         return f"compiling, {self.left} left" if self.left else f"compiling program {self.notice.ended + 1}"

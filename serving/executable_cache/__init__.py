@@ -92,7 +92,7 @@ def is_stored(
 def _file(
     function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...]
 ) -> Path | None:
-    """Where a program is stored; None if nowhere."""
+    """The file of a stored program; None if it is not stored."""
     folder = _folder()
     if folder is None:
         return None
@@ -106,7 +106,7 @@ def _file(
 def _load_or_compile(
     function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: Any, file: Path
 ) -> tuple[Callable[..., Any], bool]:
-    """As `load_or_compile`, for a program that can be stored.
+    """Like `load_or_compile`, for a program that can be stored.
 
     Args:
         function: as for `load_or_compile`.
@@ -256,7 +256,7 @@ def source_digest() -> str:
 
 
 def _environment() -> str:
-    """What a program depends on besides its arguments."""
+    """Everything that a program depends on besides its arguments."""
     device = default_device()
     jax_settings: Mapping[str, Any] = jax.config.values
     relevant = {k: v for k, v in jax_settings.items() if not any(word in k for word in OTHER_SETTINGS)}

@@ -25,7 +25,7 @@ PACKAGE = Path(entropic_jax.__file__).resolve().parent
 
 
 class StoredProgram(NamedTuple):
-    """What a file holds."""
+    """Content of a file."""
 
     kernels: dict[str, str]  # CPU kernels that it calls, and their packages
     executable: bytes
@@ -42,7 +42,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def stored_program(file: Path) -> StoredProgram | None:
-    """What a file holds, with its kernels in this process; None if there is none, or it cannot be used."""
+    """The program in a file, with its kernels in this process; None if there is none that can be used."""
     try:
         if not file.exists():
             return None

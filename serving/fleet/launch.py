@@ -110,7 +110,7 @@ def _say_what_is_missing(started: threading.Event) -> None:
 
 
 def _missing() -> str:
-    """What Ray Serve says about deployments that are not ready; empty while it says nothing."""
+    """The messages of Ray Serve about deployments that are not ready; empty while there are none."""
     try:
         deployments = serve.status().applications[NAME].deployments.values()
     except (RayError, RayServeException, KeyError):

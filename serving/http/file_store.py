@@ -12,7 +12,7 @@ from ..request import RequestError
 
 
 class StoredFile(NamedTuple):
-    """What is known of a file beside its content."""
+    """Metadata of a stored file."""
 
     id: str
     owner: str | None  # digest of an API key, as hexadecimal digits; None on a server without keys

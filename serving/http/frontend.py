@@ -98,7 +98,7 @@ class Frontend:
         return None if name is None or name in self.model.names else name
 
     def check_base_model(self, name: str | None) -> str:
-        """As `check_model`, for what is not computed under an adapter."""
+        """Like `check_model`, for requests that no adapter can serve."""
         if self.adapter(self.check_model(name)) is not None:
             known = ", ".join(self.model.names)
             raise FrontendError(400, f"model must be {known}, no adapter; got {name!r}", "model")

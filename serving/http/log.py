@@ -48,7 +48,7 @@ class StandardErrorHandler(logging.StreamHandler):
 
     @property
     def stream(self) -> TextIO:
-        """Where records go."""
+        """The stream that records are written to."""
         return sys.stderr
 
     @stream.setter

@@ -130,7 +130,7 @@ def request_metrics(namespace: str, registry: CollectorRegistry) -> dict[str, An
 
 
 class RequestMetrics:
-    """What is measured at each request of one engine, by the names of `request_metrics`."""
+    """Metrics of each request of one engine, by the names of `request_metrics`."""
 
     def __init__(self, families: dict[str, Any], model: str, engine: str) -> None:
         """The series of one engine.

@@ -143,7 +143,7 @@ class _Statements:
         return self.any_of([self.all_of(self._of_type(schemas, name)) for name in sorted(types)])
 
     def _expanded(self, numbers: list[int]) -> frozenset[Key]:
-        """What schemas say, and those that they refer to or are all of."""
+        """Schemas together with those that they refer to or combine."""
         keys: set[Key] = set()
         reached, known = list(numbers), set(numbers)
         for number in reached:  # which grows

@@ -14,6 +14,7 @@ from ..engine.options import EngineOptions
 from ..options import control_options, processes, speculation_options
 from ..options.control_options import ENGINE_PRESETS, SAMPLER_OPTIONS, SERVED_GAINS, Control, check_preset
 
+SIMILARITY = 0.7  # of names, between 0 and 1, from which one is taken for a misspelling of the other
 IN_FLIGHT = 1024  # sequences that the engine holds at once, most of them waiting
 CPU_ROWS = 16  # default of max_num_seqs on a CPU, where more rows per step hardly raise the throughput
 GAIN_NAMES = (*SERVED_GAINS, *SAMPLER_OPTIONS)
@@ -114,5 +115,5 @@ def _suggestion(name: str) -> str:
         SPECULATIVE_CONFIG,
         *ALIASES,
     )
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, known, 1, SIMILARITY)
     return f"did you mean {close[0]}?" if close else f"its arguments are {', '.join(known)}"

@@ -41,7 +41,7 @@ class GenerationBar:
 
     @property
     def doing(self) -> str:
-        """What the engine does: the text before the bar."""
+        """The activity of the engine: the text before the bar."""
         return self._compiled.doing or "generating"
 
     def update(self) -> None:

@@ -257,7 +257,7 @@ class Engine:
         return settled
 
     def _speculator(self, rows: int) -> Speculator | None:
-        """What drafts tokens for a batch of that number of rows."""
+        """The speculator for a batch of so many rows."""
         width = rows if self.preset.width is None else min(rows, self.preset.width)
         if self.preset.speculate == OFF:
             return None

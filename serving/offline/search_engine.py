@@ -72,7 +72,7 @@ class SearchEngine(Engine):
     def _decode(
         self, requests: Sequence[Request], prompts: list[list[int]], launch: int
     ) -> Iterator[tuple[int, Transcript, list[Token]]]:
-        """As that of `Engine`, by `entropix_search`."""
+        """Like that of `Engine`, by `entropix_search`."""
         rows = [row for row, prompt in enumerate(prompts) if prompt]
         eos, plan, k = self.model.stop_tokens, self.plan, self.plan.branches
         transcripts = {

@@ -18,7 +18,7 @@ class ModelWithAdapters(models.Model):
 
     @property
     def decoder(self) -> Any:
-        """With the adapters."""
+        """The decoder with adapters."""
         assert self.target is not None, "`with_adapters` sets it"
         return lora.LoraDecoder(self.target.decoder)
 

@@ -27,7 +27,7 @@ class ModelWithDraft(models.Model):
 
     @property
     def decoder(self) -> Any:
-        """Of both models."""
+        """The decoder of both models."""
         assert self.draft is not None and self.target is not None, "`with_draft` sets both"
         context = self.draft.config.longest_context
         return DraftingDecoder(self.target.decoder, self.draft.decoder, context)
@@ -43,7 +43,7 @@ class ModelWithHead(models.Model):
 
     @property
     def decoder(self) -> Any:
-        """Of both."""
+        """The decoder of both models."""
         assert self.head is not None and self.target is not None, "`with_head` sets both"
         return HeadedDecoder(self.target.decoder, self.head)
 

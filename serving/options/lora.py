@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from entropic_jax.parameter_tables.speculation_names import has_weights
-from entropic_jax.parameter_tables.table import Flag, ParameterError, short
+from entropic_jax.parameter_tables.table import Flag, Number, ParameterError, short
 
 from .option_types import positive
 
-LARGEST_RANK, MOST_ADAPTERS = 512, 1024
+NUMBERS = {"max_lora_rank": Number(int, 1, 512), "max_loras": Number(int, 1, 1024)}  # accepted values
 LONGEST_NAME = 200  # characters
 
 
@@ -85,16 +85,7 @@ def check(options: Any) -> None:
             `EngineOptions`.
     """
     Flag().check("enable_lora", options.enable_lora)
-    rank, most = options.max_lora_rank, options.max_loras
-    for name, value, largest in (
-        ("max_lora_rank", rank, LARGEST_RANK),
-        ("max_loras", 1 if most is None else most, MOST_ADAPTERS),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= largest:
-            raise ParameterError(
-                f"{name} must be an integer between 1 and {largest}; got {short(value)}", name
-            )
-    modules = options.lora_modules
+    modules, most = options.lora_modules, options.max_loras
     if not isinstance(modules, (list, tuple)) or not all(isinstance(x, LoRAModule) for x in modules):
         raise ParameterError(
             f"lora_modules must be a list of LoRAModule; got {short(modules)}", "lora_modules"

@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, short
@@ -62,6 +63,13 @@ def number(accepts: Number) -> Callable[[str], Any]:
     return convert
 
 
+def path(text: str) -> Path:
+    """The conversion to a path, which an empty string is not."""
+    if text:
+        return Path(text)
+    raise argparse.ArgumentTypeError(f"must be a path; got {text!r}")
+
+
 def string(length: int) -> Callable[[str], str]:
     """The conversion to a string of 1 to `length` characters."""
 
@@ -73,9 +81,10 @@ def string(length: int) -> Callable[[str], str]:
     return convert
 
 
-positive = number(Number(int, 1, LARGEST_INT))
+POSITIVE, BYTES = Number(int, 1, LARGEST_INT), Number(int, 1, 2**63 - 1)
+positive = number(POSITIVE)
 """The conversion to an integer of at least 1."""
-num_bytes = number(Number(int, 1, 2**63 - 1))
+num_bytes = number(BYTES)
 """The conversion to a size in bytes."""
 ROWS = Number(int, 1, 4096)
 DEFAULT_ROWS = 64  # sequences that an engine runs at once

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from entropic_jax.parameter_tables.table import ParameterError, short
 
 from .control_options import SAMPLERS
+from .option_types import POSITIVE, positive
 
 if TYPE_CHECKING:
     from jax import Device
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
 SIZES = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
 PAGE_SHARDS = "decode_context_parallel_size"
+NUMBERS = dict.fromkeys((*SIZES, PAGE_SHARDS), POSITIVE)  # accepted values
 
 
 def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
@@ -20,7 +22,7 @@ def add_tensor_parallel_size(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--tensor-parallel-size",
         "-tp",
-        type=int,
+        type=positive,
         default=1,
         metavar="INT",
         help="devices over which heads, feed-forward blocks and the vocabulary are divided (default: 1)",
@@ -31,7 +33,7 @@ def add_expert_parallel_size(parser: argparse._ActionsContainer) -> None:
     """Declare `--expert-parallel-size`."""
     parser.add_argument(
         "--expert-parallel-size",
-        type=int,
+        type=positive,
         default=1,
         metavar="INT",
         help="groups of devices over which experts are divided; the rest is divided over all of their "
@@ -45,7 +47,7 @@ def add_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--data-parallel-size",
         "-dp",
-        type=int,
+        type=positive,
         default=1,
         metavar="INT",
         help="engines, each with a copy of the model on devices of its own (default: 1)",
@@ -59,7 +61,7 @@ def add_decode_context_parallel_size(parser: argparse._ActionsContainer) -> None
     parser.add_argument(
         "--decode-context-parallel-size",
         "-dcp",
-        type=int,
+        type=positive,
         metavar="INT",
         help="with more devices than KV heads, how many of those that have the same KV head divide it and "
         "its pages; 1 gives each a copy (default: all)",
@@ -77,17 +79,8 @@ def check(options: Any) -> None:
     Args:
         options: with the fields `SIZES`, `PAGE_SHARDS`, `mesh`, `preset` and `method`, as `EngineOptions`.
     """
-    page_shards = getattr(options, PAGE_SHARDS)
-    if page_shards is not None and (
-        not isinstance(page_shards, int) or isinstance(page_shards, bool) or page_shards < 1
-    ):
-        raise ParameterError(
-            f"{PAGE_SHARDS} must be an integer of at least 1; got {short(page_shards)}", PAGE_SHARDS
-        )
     for name in SIZES:
         value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ParameterError(f"{name} must be an integer of at least 1; got {short(value)}", name)
         if options.mesh is not None and value > 1:
             raise ParameterError(f"{name} must be 1 with a mesh, which has it; got {value}", name)
     if options.mesh is not None or divided(options):
@@ -138,7 +131,7 @@ def check_control(preset: str, method: str) -> None:
 
 
 class Place(NamedTuple):
-    """Where an engine runs."""
+    """Mesh and devices that an engine runs on."""
 
     device: "Device | None"  # its default device; None: that of the process
     mesh: "Mesh | None" = None  # over which its model is divided; None: it runs on one device
@@ -150,7 +143,7 @@ def places_of(
     expert_parallel_size: int = 1,
     mesh: "Mesh | None" = None,
 ) -> list[Place]:
-    """Where each of the data-parallel engines runs.
+    """The places of the data-parallel engines.
 
     Args:
         tensor_parallel_size: devices over which a model is divided.
@@ -185,7 +178,7 @@ def places_of(
 
 
 def place_of(mesh: "Mesh", rank: int) -> Place:
-    """Where a data-parallel engine runs: on its slice of the mesh."""
+    """The place of a data-parallel engine: its slice of the mesh."""
     from jax.sharding import Mesh
 
     devices = mesh.devices[rank : rank + 1]

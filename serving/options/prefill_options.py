@@ -56,7 +56,7 @@ def read(options: argparse.Namespace) -> tuple[tuple[str, Any], ...]:
 
 def check(options: Any, method: str) -> None:
     """Raise ParameterError where the options are not pairs of a name that the method knows and a value."""
-    if not isinstance(options, tuple):
+    if not isinstance(options, tuple) or not all(isinstance(x, tuple) and len(x) == 2 for x in options):
         names = ", ".join(PREFILL_OPTIONS)
         message = f"prefill_options must be a mapping with keys among {names}; got {short(options)}"
         raise ParameterError(message, "prefill_options")

@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from entropic_jax.parameter_tables.table import Number, ParameterError, short
+from entropic_jax.parameter_tables.table import LARGEST_INT, Number, ParameterError, short
 
-from .option_types import number, positive
+from .option_types import POSITIVE, number, positive
 
 SECONDS = Number(float, 1, 1e6)
+NUMBERS = {"num_processes": POSITIVE, "process_id": Number(int, 0, LARGEST_INT)}  # accepted values
 CONNECT_SECONDS = 300.0  # default of `initialization_timeout`
 
 
@@ -47,7 +48,7 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
     )
     group.add_argument(
         "--process-id",
-        type=int,
+        type=number(NUMBERS["process_id"]),
         metavar="INT",
         help="number of this process, from 0; process 0 serves HTTP, the others run its programs",
     )
@@ -78,10 +79,9 @@ def checked(fields: Mapping[str, Any]) -> ProcessOptions:
         raise ParameterError(
             f"distributed must be true or false; got {short(options.distributed)}", "distributed"
         )
-    for name, least in (("num_processes", 1), ("process_id", 0)):
-        value = getattr(options, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ParameterError(f"{name} must be an integer of at least {least}; got {short(value)}", name)
+    for name, accepts in NUMBERS.items():
+        if (value := getattr(options, name)) is not None:
+            options = options._replace(**{name: accepts.check(name, value)})
     SECONDS.check("initialization_timeout", options.initialization_timeout)
     address_of(options)
     if options.alone:

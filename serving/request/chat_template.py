@@ -25,7 +25,7 @@ DEFAULT_TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}
 ### Assistant
 {% endif %}"""
-RESERVED_VARIABLES = frozenset({"chat_template", "messages", "self"})
+RESERVED_VARIABLES = frozenset({"chat_template", "continue_final_message", "messages", "self"})
 """Arguments of the template call that a caller may not set."""
 
 
@@ -84,6 +84,11 @@ def render(
         raise RequestError(
             f"chat_template_kwargs must not have the key {reserved[0]}", "chat_template_kwargs"
         )
+    if not isinstance(prompted := named.get("add_generation_prompt", True), bool):
+        message = (
+            f"chat_template_kwargs must have true or false as add_generation_prompt; got {short(prompted)}"
+        )
+        raise RequestError(message, "chat_template_kwargs")
     if continue_last:
         stated["add_generation_prompt"] = False
     messages = [template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]

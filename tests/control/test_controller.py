@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from entropic_jax import entropy
-from entropic_jax.control import Every, When, chain, pytree
+from entropic_jax.control import Every, When, chain, pytree, update_rows
 from entropic_jax.control.laws import LAWS
 from entropic_jax.control.temperature import EDT, DynaTemp, Exact, Integral, Mirostat, Normalised, Paper
 from entropic_jax.state import Action, SchedulingSignal, Signal, plain_action, quiet_signal
@@ -219,6 +219,29 @@ def test_when_keeps_the_state_of_the_other_rows():
         changed, state = subject.update(signal(0.5, action.temperature), action, state)
         assert state.tolist() == [0.0, 0.5 * number, 0.5 * number, 0.0]  # two rows are warm
         assert (changed.temperature != action.temperature).tolist() == [False, True, True, False]
+
+
+def test_rows_that_emit_nothing_keep_their_action_and_state():
+    action = plain_action(jnp.array(START))
+    subject = chain(Nudge(0.1), Every(Nudge(0.1), 2))
+    emitting = jnp.array([True, False, True, False])
+    quiet = signal(0.5, action.temperature)._replace(emitting=emitting)
+    before = subject.init(action)
+    changed, after = update_rows(subject, quiet, action, before)
+    assert ((changed.temperature != action.temperature) == emitting).all()
+    states = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    differing = [new != old for old, new in states]
+    assert all((leaf <= emitting).all() for leaf in differing)
+    assert (differing[0] == emitting).all()
+
+
+def test_a_period_of_one_row_does_not_depend_on_the_others():
+    action = plain_action(jnp.array(START))
+    subject = Every(Nudge(0.1), 2)
+    alone = signal(0.5, action.temperature)._replace(emitting=jnp.arange(ROWS) == 0)
+    _, state = update_rows(subject, alone, action, subject.init(action))  # row 0 is one token ahead
+    changed, _ = update_rows(subject, signal(0.5, action.temperature), action, state)
+    assert (changed.temperature != action.temperature).tolist() == [False, *[True] * (ROWS - 1)]
 
 
 def test_when_asks_its_condition_of_no_signal_that_its_controller_does_not_act_on():

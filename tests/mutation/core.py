@@ -15,7 +15,7 @@ TEMPERATURE = "entropic_jax/control/temperature.py"
 # The tests that own each module, as arguments of pytest.
 TESTS = {
     "entropic_jax/attention/page_selection.py": ("tests/attention/test_page_selection.py",),
-    "entropic_jax/control/controller.py": ("tests/control/test_controller.py",),
+    "entropic_jax/control/controller.py": ("tests/control/test_controller.py", "tests/test_step.py"),
     "entropic_jax/control/pruning.py": ("tests/control/test_pruning.py",),
     TEMPERATURE: (
         "tests/control/test_temperature.py",
@@ -23,12 +23,18 @@ TESTS = {
         "tests/control/test_extremes.py",
     ),
     "entropic_jax/loop.py": (
+        "tests/attention/test_kept_lists.py",
         "tests/test_step.py",
         "tests/test_loop.py",
         "tests/speculation/test_lossless.py",
     ),
     "entropic_jax/phases/batch.py": ("tests/test_phases.py", "tests/test_step.py", "tests/test_loop.py"),
-    "entropic_jax/phases/forward.py": ("tests/test_phases.py", "tests/test_step.py", "tests/test_loop.py"),
+    "entropic_jax/phases/forward.py": (
+        "tests/attention/test_kept_lists.py",
+        "tests/test_phases.py",
+        "tests/test_step.py",
+        "tests/test_loop.py",
+    ),
     "entropic_jax/phases/prefill.py": (
         "tests/test_start_check.py",
         "tests/test_phases.py",

@@ -111,6 +111,13 @@ def test_what_rows_may_come_to_hold_is_reserved():
     assert updates.released_pages == [17, 16]  # the end of the text goes first
 
 
+def test_a_row_that_asks_for_less_keeps_what_it_has_reserved():
+    blocks, updates = BlockManager(4, 8, PAGE, None), state_updates()
+    assert blocks.reserve(np.array([0, 1]), np.array([4 * PAGE, PAGE]), updates)
+    assert blocks.reserve(np.array([0, 1]), np.array([2 * PAGE, 3 * PAGE]), updates)
+    assert blocks.reserved.tolist() == [4, 3, 0, 0] and blocks.num_free_pages == 1
+
+
 def test_whoever_is_placed_leaves_others_a_page_each_to_grow():
     blocks, updates = BlockManager(4, 8, PAGE, None), state_updates()
     assert blocks.allocate(0, [], 2 * PAGE, 0, updates) == []

@@ -112,6 +112,8 @@ def test_logprobs(live):
         {"max_tokens": 3, "min_tokens": 4},
         {"chat_template_kwargs": {"messages": []}},
         {"chat_template_kwargs": {"self": 1}},
+        {"chat_template_kwargs": {"add_generation_prompt": "x"}},
+        {"chat_template_kwargs": {"continue_final_message": True}},
     ],
 )
 def test_what_is_wrong_is_refused(live, wrong):

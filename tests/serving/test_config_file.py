@@ -52,7 +52,10 @@ def test_flags_come_from_the_file_and_the_command_line_wins(tmp_path):
         ("swap-space: 4", "serve.yaml has no flag swap-space (preempted requests are recomputed)"),
         ("config: x", "serve.yaml has no flag config"),
         ("port: many", "serve.yaml: port must be an integer between 0 and 65535; got many"),
-        ("tensor-parallel-size: x", "serve.yaml: tensor-parallel-size must be an integer; got x"),
+        (
+            "tensor-parallel-size: x",
+            "serve.yaml: tensor-parallel-size must be an integer between 1 and 2147483647; got x",
+        ),
         ("warmup: soon", "serve.yaml: warmup must be one of none, min, full; got soon"),
         ("batch-invariant: 3", "serve.yaml: batch-invariant must be true or false; got 3"),
         ("port: [1, 2]", "serve.yaml: port must be a single value; got [1, 2]"),

@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from entropic_jax import LLM
@@ -34,7 +35,17 @@ def test_options_that_are_refused(options, error, message):
         ({"max_num_seqs": True}, "max_num_seqs must be an integer between 1 and 4096; got True"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0 and at most 1"),
         ({"num_pages": 10**12}, "num_pages must be at most [0-9]+ with .* available, at [0-9]+ bytes a page"),
-        ({"block_size": True}, "block_size must be an integer of at least 1; got True"),
+        ({"block_size": True}, "block_size must be an integer between 1 and 2147483647; got True"),
+        ({"max_steps": 2**40}, "max_steps must be an integer between 1 and 4096; got 1099511627776"),
+        ({"max_num_batched_tokens": 10**40}, "max_num_batched_tokens must be an integer between 1 and .*"),
+        (
+            {"gpu_memory_utilization": 1e-9},
+            "gpu_memory_utilization must leave [0-9]+ bytes, .*; got 1e-09",
+        ),
+        ({"block_size": 10**9}, "block_size must be at most [0-9]+, .*; got 1000000000"),
+        ({"kv_cache_bytes": 5}, "kv_cache_bytes must be at least [0-9]+, for one page; got 5"),
+        ({"prefill_options": (1, 2)}, "prefill_options must be a mapping with keys among .*; got \\(1, 2\\)"),
+        ({"speculate": "x" * 300}, "speculate must be .*; got 'xxx"),
         ({"max_num_seqs": 10**9}, "max_num_seqs must be an integer between 1 and 4096; got 1000000000"),
         (
             {"max_num_seqs": 10**5000},
@@ -141,6 +152,25 @@ def test_options_go_where_they_belong():
     control, options = read_options("off", {"method": "snapkv", "budgets": {"cache_budget": 64}})
     assert control.method == options.method == "snapkv" and control.budgets == (("budget", 64),)
     assert not set(ENGINE_NAMES) & set(GAIN_NAMES)
+
+
+def test_whole_numbers_of_any_type_are_integers():
+    stated = {"max_num_seqs": 2.0, "max_model_len": np.int64(64), "tensor_parallel_size": np.int32(1)}
+    checked = read_options("off", stated)[1]
+    values = [getattr(checked, name) for name in stated]
+    assert values == [2, 64, 1] and {type(value) for value in values} == {int}
+
+
+def test_priority_is_a_name_of_first_come_first_served():
+    assert read_options("full", {"scheduling_policy": "priority"})[1].policy == "fcfs"
+    assert read_options("full", {})[1].policy == "entropic"
+
+
+def test_a_name_is_suggested_only_if_it_is_near():
+    with pytest.raises(TypeError, match=r"no argument chat_template; its arguments are"):
+        read_options("off", {"chat_template": 3})
+    with pytest.raises(TypeError, match=r"did you mean max_num_seqs\?"):
+        read_options("off", {"max_num_sequences": 3})
 
 
 def test_the_size_of_the_kv_cache_by_the_name_of_vllm():

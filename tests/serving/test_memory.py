@@ -47,8 +47,7 @@ def test_the_cache_follows_from_the_share_of_memory(monkeypatch):
 
 @pytest.mark.parametrize("name", ["max_num_seqs", "max_queue", "max_steps"])
 def test_none_is_refused_where_it_means_nothing(name):
-    accepted = "between 1 and 4096" if name == "max_num_seqs" else "of at least 1"
-    with pytest.raises(ValueError, match=f"^{name} must be an integer {accepted}; got None"):
+    with pytest.raises(ValueError, match=f"^{name} must be an integer between 1 and [0-9]+; got None"):
         EngineOptions(**{name: None})
 
 

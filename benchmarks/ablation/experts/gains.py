@@ -1,4 +1,4 @@
-"""What one more expert brings: reductions of the output's entropy and loss, and regressions that expect them.
+"""Gains of one more expert: reductions of the output's entropy and loss, and regressions that predict them.
 
 A layer is given n experts, all others as many as the router chooses, and n goes from one to the most. The
 difference between n and n + 1 is what the expert of rank n + 1 brings to the same token. What later tokens
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
 
 
 class Gains(NamedTuple):
-    """Of each layer and each further expert: what it was expected from, and what it brought."""
+    """Features and gains of each further expert in each layer."""
 
     features: np.ndarray  # [layers, ranks, cases, 6]
     entropy: np.ndarray  # [layers, ranks, cases], reduction of the output's entropy, nats
@@ -116,7 +116,7 @@ def passes(model: Any, tokens: np.ndarray, layer: int, count: int) -> Pass:
 
 
 def measure(model: Any, tokens: np.ndarray) -> Gains:
-    """What every further expert of every layer brings to the tokens of texts, but for their first.
+    """Measures the gains of every further expert of every layer on the tokens of texts, except their first.
 
     Args:
         model: the mixture.

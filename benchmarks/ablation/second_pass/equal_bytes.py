@@ -38,7 +38,7 @@ class Rule(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a rule reads and loses; means over the steps of each text, `[texts]`."""
+    """Bytes that a rule reads and its loss; means over the steps of each text, `[texts]`."""
 
     bytes_read: np.ndarray
     divergence: np.ndarray

@@ -1,4 +1,4 @@
-"""What a signal tells of the harm of a pass: mean KL by quartile of the signal, with intervals over texts."""
+"""Prediction of a pass's harm by a signal: mean KL by quartile of the signal, with intervals over texts."""
 
 from typing import Any
 

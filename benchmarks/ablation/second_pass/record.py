@@ -59,7 +59,7 @@ def subject_of(folder: Path) -> Subject:
 
 
 def sizes_of(subject: Subject) -> Sizes:
-    """What weights cost, and a position in the dtype of the cache that `ablation.read` makes."""
+    """Bytes of the weights, and of a position in the dtype of the cache that `ablation.read` makes."""
     shape = subject.decoder.shape
     number = bytes_per_number(jax.tree.leaves(subject.params)[0].dtype, shape.head_dim)
     weights = float(weights_read(shape)) * narrowest(subject.params)

@@ -110,7 +110,7 @@ def notes(results: dict[str, Any]) -> list[str]:
 
 
 def verdict(results: dict[str, Any]) -> list[str]:
-    """What was tried and why it stops there, from the figures."""
+    """The rules that were tried and the reason to stop there, from the figures."""
     ratios = {
         (context, name): signals[FIRST]["ratio"]
         for context, cell in results["contexts"].items()
@@ -130,7 +130,7 @@ def verdict(results: dict[str, Any]) -> list[str]:
 
 
 def of_cell(compared: dict[str, Any]) -> str:
-    """What a rule of two passes is worth with these weights and rows."""
+    """Value of a rule of two passes with these weights and rows."""
     reached = [row for row in compared["levels"] if FIRST in row["signals"]]
     if not reached:
         return "the weights of second passes for 1 % of the steps exceed the bytes of every ε."

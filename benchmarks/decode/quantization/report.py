@@ -76,7 +76,7 @@ def speed_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the columns are."""
+    """Explanations of the columns."""
     return [
         f"{results['cpu']}. The embedded model.",
         "Products and KV cache are in float32, under bfloat16 in bfloat16.",

@@ -92,7 +92,7 @@ def missed(profile: Profile, pages: np.ndarray) -> float:
 
 
 def rules(profile: Profile, table: np.ndarray, centre: np.ndarray, budget: int) -> dict[str, float]:
-    """What every rule misses on a text.
+    """Attention mass that every rule misses on a text.
 
     Args:
         profile: the profile of the text.
@@ -144,7 +144,7 @@ def growth(entropy: np.ndarray, budget: int) -> np.ndarray:
 
 
 def oracle(profile: Profile, budget: int) -> float:
-    """What is missed if each segment's pages are the best of all heads, by the true attention."""
+    """Mass missed if each segment's pages are the best of all heads, by the true attention."""
     heads, left = profile.mass.shape[1], []
     for i, mass in enumerate(profile.mass):
         count = min(round(budget / PAGE * heads), (i + 1) * SEGMENT // PAGE * heads)
@@ -172,7 +172,7 @@ def package_tokens(tokenizer: Any, package: str, length: int, count: int) -> lis
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """What every rule misses on held-out texts, with a table from another package."""
+    """Mass that every rule misses on held-out texts, with a table from another package."""
     model = models.load(progress=False)
     assert model.tokenizer is not None
     length, texts = (1024, 1) if quick else (LENGTH, TEXTS)

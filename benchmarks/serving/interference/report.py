@@ -83,7 +83,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 
 def notes(results: dict[str, Any]) -> list[str]:
-    """What the tables do not say."""
+    """Notes below the tables."""
     rates = results["rates"]
     setting = f"{results['cpu']}, {results['date']}. Client and server share the cores. Each measurement "
     setting += (

@@ -156,7 +156,7 @@ def _generate(
 
 
 def _counts(llm: LLM) -> dict[str, int]:
-    """What the engine has counted so far."""
+    """Counters of the engine so far."""
     snapshot = llm.snapshot()
     names = "preemptions", "num_draft_tokens", "num_accepted_tokens"
     return {name: int(snapshot[name]) for name in names}

@@ -102,7 +102,7 @@ def recorders(headed: bool, most_tokens: int = MOST_TOKENS) -> dict[str, Any]:
 
 
 class Step(NamedTuple):
-    """What is recorded at a position."""
+    """Record of a position."""
 
     token: jax.Array  # int32 [], that the engine emits there
     length: jax.Array  # int32 [], cached positions before it

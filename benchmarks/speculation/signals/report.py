@@ -132,7 +132,7 @@ def rates(results: dict[str, Any], size: str) -> Table:
 
 
 def summary(results: dict[str, Any]) -> Table:
-    """What each drafter's signal is worth over all contexts and temperatures."""
+    """Value of each drafter's signal over all contexts and temperatures."""
     rows = []
     for drafter in dict.fromkeys(cell["drafter"] for cell in results["cells"]):
         cells = [cell for cell in results["cells"] if cell["drafter"] == drafter]

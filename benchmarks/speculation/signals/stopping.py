@@ -111,7 +111,7 @@ def oracle(text: Drafts) -> float:
 
 
 def scores(text: Drafts, signal: str, calibration: Calibration, product: bool) -> np.ndarray:
-    """What a rule compares with its threshold: descending along each draft, float `[positions, k]`.
+    """Scores that a rule compares with its threshold: descending along each draft, float `[positions, k]`.
 
     Args:
         text: the drafts of the text.

@@ -42,7 +42,7 @@ class Edit(NamedTuple):
 
     @property
     def request(self) -> str:
-        """What follows the text before: the instruction, and the code that it is about."""
+        """The request after the preceding text: the instruction, and the code that it is about."""
         return f"# Task: {self.instruction}\n\n{self.code.rstrip()}\n\n# After the change:\n\n"
 
 
@@ -134,7 +134,7 @@ def renamings() -> Iterator[Edit]:
 
 
 def places(module: Module, node: ast.FunctionDef, name: str) -> list[tuple[int, int]]:
-    """Where an identifier begins and ends, as a variable or parameter of a function.
+    """Beginnings and ends of an identifier that is a variable or parameter of a function.
 
     Args:
         module: the module that has it.
@@ -193,7 +193,7 @@ def hintings() -> Iterator[Edit]:
 
 
 def hints(module: Module, node: ast.FunctionDef) -> list[tuple[int, int]]:
-    """Where the hints of a signature begin and end.
+    """Beginnings and ends of the hints of a signature.
 
     Args:
         module: the module that has it.

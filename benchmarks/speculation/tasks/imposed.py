@@ -53,13 +53,13 @@ class ImposedDecoder:
         attend: Any,
         lengths: jax.Array | None = None,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """As in `Decoder`; the last number of a hidden state is the token that is to follow."""
+        """See `Decoder`; the last number of a hidden state is the token that is to follow."""
         hidden, layers = self.target.hidden(params.target, tokens, positions, layers, attend, lengths)
         following = params.answer[jnp.minimum(positions + 1, params.answer.shape[0] - 1)]
         return jnp.concatenate([hidden, following[..., None].astype(hidden.dtype)], -1), layers
 
     def logits(self, params: ImposedParams, hidden: jax.Array) -> jax.Array:
-        """As in `Decoder`, raised at the token that is to follow."""
+        """See `Decoder`; raised at the token that is to follow."""
         logits = self.target.logits(params.target, hidden[..., :-1])
         token = hidden[..., -1].astype(jnp.int32).reshape(-1)
         flat = logits.reshape(token.shape[0], -1)
@@ -67,7 +67,7 @@ class ImposedDecoder:
         return flat.reshape(logits.shape)
 
     def context_key(self, length: int) -> tuple[int, ...]:
-        """As in `Decoder`."""
+        """See `Decoder`."""
         return self.target.context_key(length)
 
 
@@ -79,7 +79,7 @@ class ImposedModel(models.Model):
 
     @property
     def decoder(self) -> Any:
-        """Of the model with its answer."""
+        """The decoder of the model with its answer."""
         assert self.target is not None, "`impose` sets it"
         return ImposedDecoder(self.target.decoder)
 
@@ -108,7 +108,7 @@ class Unaware:
 
     @property
     def drafters(self) -> tuple[Drafter, ...]:
-        """As in `Cascade`."""
+        """See `Cascade`."""
         return getattr(self.drafter, "drafters", (self.drafter,))
 
     @property

@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """What compiling each form of the step takes."""
+    """Measures how long compiling each form of the step takes."""
     description = describe_run(console)
     sizes = {"topology": options.topology, "shape": options.shape, "rows": options.rows}
     forms = {}

@@ -102,7 +102,7 @@ def ragged(
     scales: tuple[jax.Array, ...],
     first: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """By `jax.lax.ragged_dot`, with a widened copy of the matrices of all groups; differentiable.
+    """Product by `jax.lax.ragged_dot`, with a widened copy of the matrices of all groups; differentiable.
 
     Args:
         x: as for `grouped_matmul`.

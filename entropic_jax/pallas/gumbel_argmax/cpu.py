@@ -164,7 +164,7 @@ def _row_argmax(noisy: bool, listed: bool) -> Any:
 
 
 def _scale(builder: Any, logits: Any, columns: Any, temperature: Any) -> tuple[Any, Any]:
-    """What is subtracted from logits, and what they are divided by, as `reference.tempered`; vectors.
+    """Offset and divisor of the logits as vectors; see `reference.tempered`.
 
     Args:
         builder: of the function.
@@ -277,7 +277,7 @@ def _uniform(builder: Any, key: list[Any], number: Any) -> Any:
 
 
 def _threefry(builder: Any, key: list[Any], x: Any, y: Any) -> tuple[Any, Any]:
-    """As `reference.threefry`, on vectors.
+    """Vector form of `reference.threefry`.
 
     Args:
         builder: of the function.

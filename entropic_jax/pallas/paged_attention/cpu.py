@@ -65,7 +65,7 @@ def verify(
     *,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """As `decode`. See the package for the contract."""
+    """Attention of several queries a row; see the package for the contract."""
     require_no_soft_cap(soft_cap)
     n = q.shape[3]
     if n > MAX_QUERIES:

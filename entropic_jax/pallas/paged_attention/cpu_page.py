@@ -49,7 +49,7 @@ class PageAttention(NamedTuple):
 
 
 def operands_of(dtype: str, head_dim: int, page_size: int) -> Operands:
-    """What the kernel multiplies: "float32", or "pairs" or "tiles" of numbers rounded to bfloat16.
+    """The operands of the kernel: "float32", or "pairs" or "tiles" of numbers rounded to bfloat16.
 
     Queries, and weights of values, are rounded with pages of bfloat16 where the processor multiplies pairs of
     its numbers (AVX512-BF16), which takes half of the time, or tiles of them (AMX), which takes less. Sums,

@@ -18,7 +18,7 @@ SMALL = 2**20  # bytes
 
 
 def uninitialised(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Of any dtype. The contract is in the package's `__init__`."""
+    """An array of any dtype; see the package's `__init__` for the contract."""
     if reason := unavailable_reason():
         raise NotImplementedError(reason)
     if math.prod(shape) * dtype.itemsize < SMALL:

@@ -30,7 +30,7 @@ def prefill(
     *,
     soft_cap: float | None = None,
 ) -> jax.Array:
-    """As `cpu.verify`, for any number of queries. See the package for the contract."""
+    """Like `cpu.verify`, for any number of queries; see the package for the contract."""
     rows, kv_heads, group, n, head_dim = q.shape
     check_prefill(rows * n)
     blocks = -(-n // MAX_QUERIES)

@@ -184,7 +184,7 @@ def _prefill(q, keys, values, page_table, lists, positions, soft_cap, interpret,
 
 
 def _blocked(shape: Shape, x, value):
-    """From `[…, blocks · queries · group]` to `[…, blocks, height]`."""
+    """Reshapes `[…, blocks · queries · group]` to `[…, blocks, height]`."""
     used = shape.queries * shape.group
     x = x.reshape(*x.shape[:-1], shape.blocks, used)
     widths = ((0, 0),) * (x.ndim - 1) + ((0, shape.consumers * ROWS - used),)

@@ -78,7 +78,7 @@ def build(
 
     @njit(**EXACT)
     def work(job_address, number):
-        """What a thread does. It lays out a few rows itself: to read them from another takes longer."""
+        """The work of a thread. It lays out a few rows itself: to read them from another takes longer."""
         job = words(job_address, JOB_WORDS)
         if job[COUNTER] >= num_blocks(job[FRAME]):
             return

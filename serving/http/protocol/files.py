@@ -62,7 +62,7 @@ class DeletedFile(Answer):
 
 
 class BatchErrors(Answer):
-    """What is wrong with the input of a batch."""
+    """Errors in the input of a batch."""
 
     object: Literal["list"]
     data: list[dict[str, Any]]

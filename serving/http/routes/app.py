@@ -82,7 +82,7 @@ def create(frontend: Frontend, tracer_provider: Any = None) -> FastAPI:
 
 
 def _batches(frontend: Frontend, app: FastAPI) -> BatchRunner | None:
-    """What runs batches through the application; None without a folder for files."""
+    """The runner of batches through the application; None without a folder for files."""
     settings = frontend.settings
     if settings.files_dir is None:
         return None

@@ -68,7 +68,7 @@ class ResponseMessage:
         return answer | rendering.entropic(self.chat, last._replace(tokens=tuple(self.trace)))
 
     def _status(self, last: Delta) -> str:
-        """Of the response and of its last item, after this delta."""
+        """Status of the response and of its last item after this delta."""
         stopped_short = last.finish_reason == "length" or conversation.cuts_call(last, self.parser)
         return "incomplete" if stopped_short else "completed"
 

@@ -1,4 +1,4 @@
-"""Warnings about fields of a request that are unknown and look like known ones."""
+"""Warnings about fields of a request that are unknown and look like known ones, or belong into `entropic`."""
 
 import difflib
 import logging
@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..protocol.entropic import FIELDS
 from ..protocol.sampling import GUIDED
 
 logger = logging.getLogger("entropic_jax.serving.requests")
@@ -22,11 +23,16 @@ def misspelled(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, st
 
     >>> misspelled(["temprature", "user_data", "stop"], ["temperature", "stop"])
     [('temprature', 'temperature')]
+    >>> misspelled(["preset"], ["entropic", "stop"])
+    [('preset', 'entropic.preset')]
     """
     known = list(known)
+    spellings = {name: name for name in known}
+    if "entropic" in spellings:
+        spellings = {name: f"entropic.{name}" for name in FIELDS} | spellings
     unknown = [name for name in names if name not in known and len(name) <= LENGTH][:MOST]
-    close = ((name, difflib.get_close_matches(name, known, 1, SIMILARITY)) for name in unknown)
-    return [(name, matches[0]) for name, matches in close if matches]
+    close = ((name, difflib.get_close_matches(name, spellings, 1, SIMILARITY)) for name in unknown)
+    return [(name, spellings[matches[0]]) for name, matches in close if matches]
 
 
 async def warn(http: Request, body: BaseModel, response: Response) -> Response:

@@ -251,7 +251,7 @@ class ObjectScan:
         self.in_string = self.escaped = False
 
     def end(self, text: str) -> int | None:
-        """Where the object ends in the next piece; None if it does not."""
+        """The end of the object in the next piece; None if it does not end there."""
         self.length += len(text)
         for place, character in enumerate(text):
             if self.in_string:

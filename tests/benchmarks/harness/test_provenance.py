@@ -1,5 +1,7 @@
 """Stamps: date and commit of a run, and whether the code has changed since."""
 
+import subprocess
+
 import pytest
 
 from benchmarks.harness import provenance
@@ -39,6 +41,25 @@ def test_a_commit_that_the_history_lacks_is_said_to_be_older(monkeypatch, unchan
     assert line.endswith(OLDER) and "`0123abc` (not in this history)" in line
     monkeypatch.undo()
     assert not provenance.is_unknown("HEAD")
+
+
+def test_comments_and_docstrings_are_no_code(monkeypatch, tmp_path):
+    shown = 'def f(x):\n    """Doubles x."""\n    return 2 * x  # twice\n'
+    (tmp_path / "f.py").write_text("def f(x):\n    return (\n        2 * x\n    )\n")
+    (tmp_path / "g.py").write_text("def f(x):\n    return 3 * x\n")
+    (tmp_path / "f.json").write_text("{}")
+
+    def git(*arguments):
+        paths = "\n".join(arguments[arguments.index("--") + 1 :]) if "--" in arguments else shown
+        return subprocess.CompletedProcess(arguments, 0, paths, "")
+
+    monkeypatch.setattr(provenance, "ROOT", tmp_path)
+    monkeypatch.setattr(provenance, "_git", git)
+    provenance._code_differs.cache_clear()
+    assert provenance.changed_since("0123abc", ["f.py"]) is False
+    for path in ("g.py", "f.json", "absent.py"):
+        assert provenance.changed_since("0123abc", ["f.py", path]) is True
+    provenance._code_differs.cache_clear()
 
 
 def test_a_commit_that_is_not_there_is_no_answer():
