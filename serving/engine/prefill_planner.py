@@ -1,4 +1,4 @@
-"""Chunked prefill: the prompts of the next chunk and its length, within the token budget and by measured time."""
+"""Chunked prefill: the prompts and the length of the next chunk, by the token budget and by measured time."""
 
 import time
 from collections.abc import Iterable

@@ -5,7 +5,7 @@ The life of a request:
 1. The engine encodes its prompt and appends a `Sequence` to `Scheduler.waiting`.
 2. Admit: the waiting sequences are ranked (`priority`). The first ones that find a free row, and pages for
    their prompt, get both. Full pages of the prompt that the prefix cache holds are shared.
-3. Chunked prefill: the rest of the prompt is prefilled in chunks, one chunk of several prompts a step, of at most
+3. Chunked prefill: the rest of the prompt is prefilled in chunks, one chunk of several prompts a step, within
    the token budget (`prefill_planner`).
 4. Decode: one launch runs several decode steps of all sequences whose prefill is complete. The block manager
    reserves the pages that the steps may need. While it cannot, the sequence of lowest priority is preempted:
