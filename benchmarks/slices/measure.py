@@ -16,7 +16,15 @@ from rich.console import Console
 from entropic_jax.analysis import ahead_of_time
 from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
-from entropic_jax.analysis.plan import Dtypes, Plan, check_groups_of, counted, first_that_fits, make_plan
+from entropic_jax.analysis.plan import (
+    Dtypes,
+    Plan,
+    attention_flops,
+    check_groups_of,
+    counted,
+    first_that_fits,
+    make_plan,
+)
 from entropic_jax.methods.presets import preset
 from entropic_jax.models import ModelError
 from entropic_jax.models.sharding import check_sizes
@@ -68,7 +76,7 @@ def costs(config: Any, plan: Plan) -> dict[str, Any]:
         "sequences": plan.sequences,
         "weight_bytes": plan.weight_bytes,
         "kv_bytes": ROWS * CONTEXT // PAGE * plan.page_bytes,
-        "flops": 2 * shape.weights * ROWS // plan.devices,
+        "flops": (2 * shape.weights * ROWS + attention_flops(config, ROWS, CONTEXT)) // plan.devices,
         "collectives": counted(plan.collectives),
         "milliseconds": plan.roofline._asdict(),
         "tokens_per_second": 1e3 * ROWS / plan.roofline.total,
@@ -127,6 +135,8 @@ def measure(
     programs: tuple[tuple[str, str], ...],
     limit: float,
     console: Console,
+    before: dict[str, Any],
+    description: dict[str, Any],
 ) -> dict[str, Any]:
     """All cases; two programs are compiled at a time, the first program of all cases first.
 
@@ -136,19 +146,39 @@ def measure(
         programs: names of programs, each with its preset.
         limit: seconds after which no further program is begun.
         console: where to print.
+        before: the results of a run that did not begin all programs; its programs are not compiled again.
+        description: date and commit of this run, which its programs get.
     """
     cases = [plan_case(model, name) for model in models for name in slices]
+    earlier = {name: before.get(name) for name in ("date", "commit")}
+    compiled = {
+        (case["model"], case["slice"]): {
+            name: earlier | program for name, program in case.get("programs", {}).items()
+        }
+        for case in before["cases"]
+    }
+    run = {name: description[name] for name in ("date", "commit")}
     end = time.monotonic() + limit
 
     def compile_one(task: tuple[dict[str, Any], str, str]) -> None:
         case, program, control = task
         if time.monotonic() < end:
-            case["programs"][f"{program} {control}"] = result = in_a_process(stated(case), program, control)
+            result = in_a_process(stated(case), program, control)
+            case["programs"][f"{program} {control}"] = run | result
             console.print(case["model"], case["slice"], program, control, result.get("error", "compiled"))
 
-    fitting = [case | {"programs": {}} for case in cases if case["fits"]]
+    fitting = [
+        case | {"programs": dict(compiled.get((case["model"], case["slice"]), {}))}
+        for case in cases
+        if case["fits"]
+    ]
     reasons = {name: why_not_compiled(name) for name in slices}
-    tasks = [(case, *program) for program in programs for case in fitting if not reasons[case["slice"]]]
+    tasks = [
+        (case, *program)
+        for program in programs
+        for case in fitting
+        if not reasons[case["slice"]] and " ".join(program) not in case["programs"]
+    ]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(compile_one, tasks))
     versions = {name: importlib.metadata.version(name) for name in ("jax", "libtpu", "jax-cuda13-plugin")}

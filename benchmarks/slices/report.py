@@ -112,6 +112,10 @@ def notes(results: dict[str, Any]) -> list[str]:
     ]
 
 
-def stamps(results: dict[str, Any]) -> str:
-    """Date and commit of the run."""
-    return stamp([results], MEASURED_CODE)
+def stamps(results: dict[str, Any]) -> dict[str, str]:
+    """Date and commit of the run; for what compiled programs say, of the runs that compiled them."""
+    programs = [program for case in results["cases"] for program in case.get("programs", {}).values()]
+    runs = {program["commit"]: program for program in programs if "commit" in program}
+    compiled = stamp([results, *runs.values()], MEASURED_CODE)
+    first, *others = (title for title, *_ in tables(results))
+    return {first: stamp([results], MEASURED_CODE), **dict.fromkeys(others, compiled)}

@@ -28,7 +28,7 @@ from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
 from . import gpu_target
-from .chips import Topology, topology
+from .chips import CHIPS, Topology, topology
 
 # libtpu must neither ask the cloud for a description of this machine, nor claim a device, nor report that
 # there is none.
@@ -73,7 +73,10 @@ def devices_of(name: str) -> list[jax.Device]:
     for variable, value in ENVIRONMENT.items():
         os.environ.setdefault(variable, value)
     try:
-        devices = list(topologies.get_topology_desc(platform="tpu", topology_name=name).devices)
+        # A chip of v4 has two cores, which are one device together.
+        options = {"chip_config_name": "megacore"} if slice_.chip is CHIPS["v4"] else {}
+        described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+        devices = list(described.devices)
     except Exception as error:  # the plugin raises what it likes
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RuntimeError(f"libtpu must be installed and know {name}: {reason}") from None

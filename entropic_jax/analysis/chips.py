@@ -30,7 +30,8 @@ CHIPS = {
     "h100": Chip("h100", 81559 * MIB, 450e9, "gpu"),
     "h200": Chip("h200", 143771 * MIB, 450e9, "gpu"),
 }
-NAME = re.compile(r"(?P<chip>\w+):(?P<shape>\d+(?:x\d+){0,2})")
+NAME = re.compile(r"(?P<chip>\w+):(?P<shape>[1-9]\d*(?:x[1-9]\d*){0,2})", re.ASCII)
+AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "h100": 1, "h200": 1}  # of a topology
 LARGEST_HOST = 8  # GPUs that one switch links
 
 
@@ -109,17 +110,15 @@ def topology(name: str) -> Topology:
     match = NAME.fullmatch(name)
     chip = CHIPS.get(match["chip"]) if match else None
     shape = tuple(int(size) for size in match["shape"].split("x")) if match else ()
-    if chip is None or (len(shape) == 1) != (chip.platform == "gpu"):
+    if match is None or chip is None or len(shape) != AXES[match["chip"]]:
         tpus, gpus = (
             ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
             for platform in ("tpu", "gpu")
         )
         raise ValueError(
-            f"topology must be one of {tpus} with the shape of the slice, as in v5e:2x4, or one of {gpus} "
-            f"with a number of GPUs, as in h100:8; got {name!r}"
+            f"topology must be one of {tpus} with the shape of the slice, as in v5e:2x4 or v5p:2x2x2, or one "
+            f"of {gpus} with a number of GPUs, as in h100:8; got {name!r}"
         )
-    if 0 in shape:
-        raise ValueError(f"topology must have at least one chip along each axis; got {name!r}")
     if chip.platform == "gpu" and shape[0] > LARGEST_HOST:
         raise ValueError(f"topology must have at most {LARGEST_HOST} GPUs, those of one host; got {name!r}")
     return Topology(name, chip, shape)

@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from entropic_jax.mesh import AXES, EXPERT, TENSOR, numbers_by_type
+from entropic_jax.mesh import AXES, EXPERT, TENSOR
 from entropic_jax.models import Config, ModelError
 from entropic_jax.models.decoder import Decoder, structure
-from entropic_jax.models.families import FAMILIES
 from entropic_jax.models.quantisation import stored_dtype
 from entropic_jax.models.sharding import (
     check_groups,
@@ -27,11 +26,11 @@ from entropic_jax.models.sharding import (
     partition_specs,
     with_kv_head_copies,
 )
-from entropic_jax.state import State
 from entropic_jax.state.cache import bytes_per_number
 
 from .chips import Topology, topology
-from .collectives import Collective, collectives
+from .collectives import Collective
+from .step_needs import Dtypes, StepNeeds, from_shapes
 
 UTILIZATION = 0.9  # of a chip's memory that may be in use
 # Slices with one host or two, the least memory first.
@@ -40,14 +39,6 @@ SLICES += ("v5p:2x2x1", "v6e:4x4", "v4:2x2x4", "v5p:2x2x2", "v5p:2x2x4")
 # Hosts of GPUs, the least memory first.
 HOSTS = tuple(f"{chip}:{number}" for number in (1, 2, 4, 8) for chip in ("h100", "h200"))
 BATCHES = (1, 8, 32, 64, 128, 256)
-
-
-class Dtypes(NamedTuple):
-    """Data types of the weights, in which the model computes, and of the KV cache."""
-
-    weights: str
-    cache: str
-    quantization: str | None = None  # of the weights, see `models.quantisation`
 
 
 class Roofline(NamedTuple):
@@ -158,85 +149,6 @@ def page_bytes(
     return int(config.num_hidden_layers * shape.kv_heads * (tiles + 4 * (3 * size + 1)) / devices)
 
 
-class StepNeeds(NamedTuple):
-    """Memory that a decode step needs besides weights, pages and state; bytes are of one chip."""
-
-    temporary_bytes: int
-    argument_bytes: int | None  # of all arguments, as compiled
-    collectives: tuple[Collective, ...]
-
-
-def from_shapes(
-    config: Config, devices: int, rows: int, dtypes: Dtypes, state: State, page_shards: int | None = None
-) -> StepNeeds:
-    """The needs of a dense decode step, by the layout of the model.
-
-    Args:
-        config: the model's configuration.
-        devices: number of devices of the tensor axis.
-        rows: number of rows of the step.
-        dtypes: the dtypes of weights and KV cache.
-        state: a `State` of any number of rows, as shapes; control decides what is gathered of a row.
-        page_shards: as for `make_plan`.
-    """
-    sampled, vocabulary = math.ceil(rows / devices), config.vocab_size  # rows that a device samples
-    # Logits three times over, on a mesh also as they are sent and received, and the activations of a layer.
-    logits = (3 if devices == 1 else 5) * sampled * vocabulary
-    inner = max(config.intermediate_size, config.moe_intermediate_size) // devices
-    # Of a mixture, what the experts of a row read and return.
-    hidden_states = 2 + 3 * config.num_experts_per_tok * (config.num_local_experts > 0)
-    temporary = 4 * (logits + rows * (inner + hidden_states * config.hidden_size))
-    if devices == 1:
-        return StepNeeds(temporary, None, ())
-    itemsize, hidden = jnp.dtype(dtypes.weights).itemsize, (rows, 1, config.hidden_size)
-    total = Collective("all-reduce", (hidden,), math.prod(hidden) * itemsize)
-    exchange = Collective("all-to-all", ((sampled, vocabulary),), sampled * vocabulary * 4)
-    # The shapes of `phases.emission.Decision`, whose flag is sent as an integer like the status.
-    decision = state.status, state.token, state.measured, state.action, state.control
-    gathered = [
-        Collective("all-gather", ((sampled * devices, size),), sampled * devices * size * 4)
-        for size in numbers_by_type(decision).values()
-    ]
-    # Routed experts and those that all tokens share are summed together, each by itself.
-    both = Collective("all-reduce", total.shapes * 2, 2 * total.num_bytes)
-    block, layers = FAMILIES[config.architecture].block, range(config.num_hidden_layers)
-    shared = sum(getattr(block(config, layer).mlp, "shared", None) is not None for layer in layers)
-    sums = (total,) * (2 * len(layers) + 1 - shared) + (both,) * shared
-    divided = of_divided_pages(config, devices, rows, itemsize, page_shards)
-    return StepNeeds(temporary, None, (*sums, *divided, exchange, *gathered))
-
-
-def of_divided_pages(
-    config: Config, devices: int, rows: int, itemsize: int, page_shards: int | None
-) -> tuple[Collective, ...]:
-    """The collectives of a dense decode step between chips that divide the pages of a KV head.
-
-    Args:
-        config: the model's configuration.
-        devices: number of devices of a copy of the model.
-        rows: number of rows of the step.
-        itemsize: bytes of a number of an activation.
-        page_shards: as for `make_plan`.
-    """
-    shards = check_page_shards(config, devices, page_shards)
-    if shards == 1:
-        return ()
-    shape = Decoder(config).shape
-    heads, size = shape.heads // devices * shards, shape.head_dim  # query heads of the group
-    columns = (rows, 1, (heads + 2) * size)  # of queries, and of a key and a value
-    parts = (rows, heads, size + 1)  # outputs, each with its log-sum-exp
-    gathered = Collective("all-gather", (columns,), math.prod(columns) * itemsize, shards)
-    exchanged = Collective("all-to-all", (parts,), math.prod(parts) * 4, shards)
-    return (gathered, exchanged) * config.num_hidden_layers
-
-
-def from_program(compiled: jax.stages.Compiled) -> StepNeeds:
-    """The needs of a compiled step, as the compiler reports them."""
-    memory: Any = compiled.memory_analysis()
-    text = compiled.as_text() or ""
-    return StepNeeds(memory.temp_size_in_bytes, memory.argument_size_in_bytes, tuple(collectives(text)))
-
-
 def state_bytes(state: Any) -> int:
     """Bytes of a `State`, as shapes, without its page pool."""
     arrays = jax.tree.leaves(state._replace(key=(), cache=state.cache._replace(layers=())))
@@ -272,13 +184,31 @@ def roofline(
     unread = (1 - shape.expert_share) ** rows if weights.experts else 0.0
     read = weights.read - unread * weights.experts
     flops = 2.0 * shape.weights * rows / devices
-    position = 2 * config.num_hidden_layers * shape.kv_heads * shape.head_dim / devices
-    cached = rows * context * position * bytes_per_number(dtypes.cache, shape.head_dim)
+    positions = positions_read(config, context)
+    cached = 2 * positions * shape.kv_heads * shape.head_dim * bytes_per_number(dtypes.cache, shape.head_dim)
+    attention = attention_flops(config, rows, context) / devices
     return Roofline(
         1e3 * max(read / topology.bandwidth, flops / topology.flops),
-        1e3 * cached / topology.bandwidth,
+        1e3 * max(rows * cached / devices / topology.bandwidth, attention / topology.flops),
         1e3 * sum(topology.seconds(c.operation, c.num_bytes, c.devices) for c in exchanged),
     )
+
+
+def positions_read(config: Config, context: int) -> int:
+    """Positions that a row of `context` positions attends to, in all layers; in some, those of a window."""
+    return sum(min(context, window or context) for window in Decoder(config).windows)
+
+
+def attention_flops(config: Config, rows: int, context: int) -> int:
+    """Operations of the attention of a decode step: scores, and sums of values.
+
+    Args:
+        config: the model's configuration.
+        rows: number of rows of the step.
+        context: positions of a row.
+    """
+    shape = Decoder(config).shape
+    return 4 * rows * shape.heads * shape.head_dim * positions_read(config, context)
 
 
 def make_plan(
@@ -286,7 +216,7 @@ def make_plan(
     slice_: Topology,
     dtypes: Dtypes,
     state: Any,
-    compiled: jax.stages.Compiled | None = None,
+    compiled: StepNeeds | None = None,
     experts: int = 1,
     page_shards: int | None = None,
 ) -> Plan:
@@ -297,7 +227,7 @@ def make_plan(
         slice_: the kind of the slice, all of whose chips have parts of one copy of the model.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
-        compiled: the step, from `ahead_of_time.compiled`; None computes from shapes.
+        compiled: the needs of the compiled step, from `from_program`; None computes them from shapes.
         experts: groups of chips over which experts are divided.
         page_shards: chips that divide a KV head, of those that have the same one; None for all that can.
     """
@@ -306,10 +236,7 @@ def make_plan(
     weights = weight_bytes(config, devices, dtypes, experts, page_shards).total
     of_page = page_bytes(config, devices, cache.page_size, dtypes.cache, page_shards)
     rest = state_bytes(state)
-    if compiled is None:
-        step = from_shapes(config, devices, rows, dtypes, state, page_shards)
-    else:
-        step = from_program(compiled)
+    step = compiled or from_shapes(config, devices, rows, dtypes, state, page_shards)
     room = int(UTILIZATION * slice_.chip.memory) - weights - rest - step.temporary_bytes
     pages = max(0, room // of_page)
     rates = {}
@@ -341,7 +268,12 @@ def make_plan(
 
 
 def first_that_fits(
-    config: Config, dtypes: Dtypes, state: Any, sequences: int = 1, platform: str = "tpu"
+    config: Config,
+    dtypes: Dtypes,
+    state: Any,
+    sequences: int = 1,
+    platform: str = "tpu",
+    page_shards: int | None = None,
 ) -> str | None:
     """The first of `SLICES`, or `HOSTS`, on which sequences fit and whose chips divide the model; or None.
 
@@ -351,11 +283,14 @@ def first_that_fits(
         state: the `State` of the batch, as shapes.
         sequences: how many must fit.
         platform: "tpu" or "gpu".
+        page_shards: as for `make_plan`.
     """
     for name in HOSTS if platform == "gpu" else SLICES:
         with contextlib.suppress(ModelError):
-            check_sizes(config, topology(name).devices)
-            if make_plan(config, topology(name), dtypes, state).sequences >= sequences:
+            slice_ = topology(name)
+            check_sizes(config, slice_.devices)
+            check_groups_of(config, dtypes.quantization, slice_.devices)
+            if make_plan(config, slice_, dtypes, state, page_shards=page_shards).sequences >= sequences:
                 return name
     return None
 

@@ -73,6 +73,9 @@ def convert(options: argparse.Namespace, group: "ProcessGroup | None") -> None:
     try:
         models.convert(options.model, options.output, dtype, mesh=mesh, quantization=options.quantization)
     except (OSError, ValueError, NotImplementedError) as error:
+        if isinstance(error, OSError) and str(options.output) in (error.filename, error.filename2):
+            message = f"output must be a directory that can be written to; got {options.output}"
+            raise ParameterError(f"{message} ({error.strerror})", "output") from error
         if str(error).startswith("output "):
             raise ParameterError(str(error), "output") from error
         raise model_options.loading_error(options, error) from error

@@ -111,6 +111,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     """The plan of the options, why the step was not compiled if it was not, and what fits if nothing does."""
     from entropic_jax.analysis import ahead_of_time
     from entropic_jax.analysis.chips import topology
+    from entropic_jax.analysis.compile_process import Request, compiled_needs
     from entropic_jax.analysis.plan import Dtypes, check_groups_of, make_plan
     from entropic_jax.methods.presets import preset
     from entropic_jax.models import ModelError
@@ -148,7 +149,9 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     larger: Ways = []
     if plan.sequences < options.max_num_seqs:
         narrower = partial(make_plan, config, slice_, state=state, experts=experts, page_shards=page_shards)
-        larger = what_would_fit(config, dtypes, state, options.max_num_seqs, narrower, slice_.chip.platform)
+        larger = what_would_fit(
+            config, dtypes, state, options.max_num_seqs, narrower, slice_, experts, page_shards
+        )
     if plan.sequences == 0:
         return plan, "nothing fits", larger
     # A step for as many sequences as fit: the compiler refuses a program that does not.
@@ -158,14 +161,11 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
     if not options.compile:
         return plan, "--no-compile", larger
+    step = (config, all_chips, slice_.devices, batch, tuple(dtypes), chosen)
     try:
-        devices = ahead_of_time.devices_of(all_chips)[: slice_.devices]
+        compiled = compiled_needs(Request(*step, slice_.chip.platform, experts, page_shards))
     except RuntimeError as error:
         return plan, str(error), larger
-    step = ahead_of_time.lower_step(
-        config, devices, batch, tuple(dtypes), setting, experts, page_shards=page_shards
-    )
-    compiled = ahead_of_time.compiled(step)
     return make_plan(config, slice_, dtypes, state, compiled, experts, page_shards), "", larger
 
 
@@ -175,7 +175,9 @@ def what_would_fit(
     state: Any,
     sequences: int,
     plan_with: "Callable[..., Plan]",
-    platform: str,
+    slice_: Any,
+    experts: int,
+    page_shards: int | None,
 ) -> Ways:
     """Ways to hold so many sequences: a quantization on this slice, and the first larger slice.
 
@@ -185,18 +187,22 @@ def what_would_fit(
         state: the `State` of the batch, as shapes.
         sequences: how many must fit.
         plan_with: the plan of the slice with other dtypes.
-        platform: "tpu" or "gpu", that of larger slices.
+        slice_: the slice, too small as it is.
+        experts: groups of its chips over which experts are divided.
+        page_shards: chips that divide a KV head.
     """
-    from entropic_jax.analysis.plan import first_that_fits
+    from entropic_jax.analysis.plan import check_groups_of, first_that_fits
     from entropic_jax.models import ModelError
 
     results: Ways = []
     for quantization in NARROWER.get(dtypes.quantization, ()):
         with contextlib.suppress(ModelError):
+            check_groups_of(config, quantization, slice_.devices // experts, experts)
             if plan_with(dtypes=dtypes._replace(quantization=quantization)).sequences >= sequences:
                 results.append({"quantization": quantization})
                 break
-    if (name := first_that_fits(config, dtypes, state, sequences, platform)) is not None:
+    name = first_that_fits(config, dtypes, state, sequences, slice_.chip.platform, page_shards)
+    if name is not None and name != slice_.name:
         results.append({"topology": name})
     return results
 

@@ -16,11 +16,12 @@ from entropic_jax.analysis.collectives import collectives
 from entropic_jax.analysis.plan import (
     Dtypes,
     first_that_fits,
-    from_shapes,
     make_plan,
     page_bytes,
+    positions_read,
     weight_bytes,
 )
+from entropic_jax.analysis.step_needs import from_program, from_shapes
 from entropic_jax.methods.presets import preset
 from entropic_jax.models.decoder import Decoder, structure
 from entropic_jax.pallas import dispatch
@@ -64,7 +65,8 @@ BATCH = ahead_of_time.Batch(rows=8, context=1024, page_size=128, pages=64)
 
 def plan_of(config=LLAMA_8B, name="v5e:2x4", batch=BATCH, setting=None, compiled=None, dtypes=BFLOAT16):
     state = shapes_of(config, batch, setting, dtypes)
-    return make_plan(config, topology(name), dtypes, state, compiled)
+    needs = None if compiled is None else from_program(compiled)
+    return make_plan(config, topology(name), dtypes, state, needs)
 
 
 def shapes_of(config, batch=BATCH, setting=None, dtypes=BFLOAT16):
@@ -179,7 +181,20 @@ def test_the_page_on_meshes_has_the_bytes_of_the_plan():
 
 
 @pytest.mark.parametrize(
-    "name", ["v5e", "v9:2x2", "v5e:2", "v5e:0x4", "v5e:2x2x2x2", "h100:2x4", "h100:0", "h200:16"]
+    "name",
+    [
+        "v5e",
+        "v9:2x2",
+        "v5e:2",
+        "v5e:0x4",
+        "v5e:2x2x2",
+        "v4:2x4",
+        "v5e:04x4",
+        "v5e:\u0664x4",
+        "h100:2x4",
+        "h100:0",
+        "h200:16",
+    ],
 )
 def test_unknown_topologies_are_refused(name):
     with pytest.raises(ValueError, match="topology must"):
@@ -194,6 +209,41 @@ def test_gpus_of_a_host_are_one_switch_apart():
     assert plan_of(name="h100:8").roofline.weights == pytest.approx(
         1e3 * weight_bytes(LLAMA_8B, 8, BFLOAT16).read / 3.35e12
     )
+
+
+def test_layers_with_a_window_read_their_window():
+    # Gemma 3: five of six layers see 1024 positions.
+    gemma = dataclasses.replace(
+        LLAMA_8B,
+        architecture="Gemma3ForCausalLM",
+        num_hidden_layers=36,
+        sliding_window=1024,
+        layer_types=(("sliding_attention",) * 5 + ("full_attention",)) * 6,
+    )
+    assert positions_read(LLAMA_8B, 8192) == 32 * 8192
+    assert positions_read(gemma, 8192) == 6 * 8192 + 30 * 1024
+    assert positions_read(gemma, 512) == 36 * 512
+    batch = ahead_of_time.Batch(8, 8192, page_size=128, pages=8 * 64)
+    cached = plan_of(gemma, batch=batch).roofline.kv_cache
+    assert cached == pytest.approx(1e3 * 8 * 2 * 128 * 2 * positions_read(gemma, 8192) / 819e9)
+
+
+def test_sums_of_a_layer():
+    sums = lambda config: from_shapes(config, 8, 8, BFLOAT16, shapes_of(LLAMA_8B)).collectives
+    count = lambda architecture: sum(
+        c.operation == "all-reduce" for c in sums(dataclasses.replace(LLAMA_8B, architecture=architecture))
+    )
+    # Norms of queries and keys over all heads; blocks side by side.
+    assert [count(f"{name}ForCausalLM") for name in ("Llama", "Olmo2", "Cohere")] == [65, 97, 33]
+
+
+def test_a_slice_on_which_groups_are_not_divided_is_not_proposed():
+    config = dataclasses.replace(LLAMA_8B, intermediate_size=14784)  # 462 groups of 32 inputs
+    int4 = BFLOAT16._replace(quantization="int4")
+    state = shapes_of(config)
+    for sequences in (1, 700, 1500):
+        name = first_that_fits(config, int4, state, sequences)
+        assert name is None or 462 % topology(name).devices == 0
 
 
 def test_the_first_host_that_fits_is_looked_for_among_gpus():
