@@ -209,6 +209,7 @@ def report(family: str, mesh: str) -> dict[str, Any]:
             "tokens": np.asarray(trace.token).T.tolist(),
             "entropy": np.asarray(trace.entropy).tolist(),
             "kept_fraction": np.asarray(trace.kept_fraction).tolist(),
+            "dropped_mass": np.asarray(trace.dropped_mass).tolist(),
             "certificate": np.asarray(trace.certificate).tolist(),
             "experts_read": np.asarray(trace.experts_read).tolist(),
         }

@@ -39,7 +39,7 @@ def test_fewer_kv_heads_than_devices_give_the_tokens_of_one_device(family, mesh)
     # Devices that have copies choose pages for their own queries, and so may choose other pages.
     for preset in ("off", "full-lossy") if "/" not in mesh else ("off",):
         assert divided[preset]["tokens"] == device[preset]["tokens"]
-        for name in ("entropy", "kept_fraction", "certificate"):
+        for name in ("entropy", "kept_fraction", "dropped_mass", "certificate"):
             np.testing.assert_allclose(divided[preset][name], device[preset][name], atol=1e-3)
     assert np.mean(device["full-lossy"]["kept_fraction"]) < 0.9, "nothing was pruned"
 

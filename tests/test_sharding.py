@@ -65,7 +65,7 @@ def test_a_mesh_computes_what_one_device_computes(family, shards):
     assert np.ptp(device["logits"]) > 1
     for preset in ("off", "full-lossy"):
         assert mesh[preset]["tokens"] == device[preset]["tokens"]
-        for name in ("entropy", "kept_fraction", "certificate"):
+        for name in ("entropy", "kept_fraction", "dropped_mass", "certificate"):
             np.testing.assert_allclose(mesh[preset][name], device[preset][name], atol=1e-3)
         assert mesh[preset]["experts_read"] == device[preset]["experts_read"]
     assert np.mean(device["full-lossy"]["kept_fraction"]) < 0.9, (

@@ -71,6 +71,7 @@ def test_a_converted_model_is_described(entropic, directory, converted):
 def test_wrong_use_is_one_line(entropic, directory, converted, tmp_path):
     cases = {
         f"error: --output must be a missing or empty directory; got {converted}": (directory, converted),
+        "error: --output must be a directory that can be written to; got /proc/x": (directory, "/proc/x"),
         "path must be a model that is not converted": (converted, str(tmp_path / "again")),
         "must be a directory": (str(tmp_path / "nowhere"), str(tmp_path / "again")),
     }

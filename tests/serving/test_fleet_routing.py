@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from entropic_jax.serving.engine.routing import Router
 from entropic_jax.serving.fleet.forwarding import BLOCK, Forwarded, parsed, prefix_hashes, refusal
 from entropic_jax.serving.fleet.prefix_routing import PrefixRouting
 from entropic_jax.serving.fleet.work import METRIC, SecondsOfWork, WorkMeter
@@ -82,8 +83,16 @@ def test_conversations_share_the_hashes_of_their_beginning():
     long_hashes = prefix_hashes({"model": "m", "messages": longer})
     assert len(short_hashes) > 600 // BLOCK
     assert long_hashes[: len(short_hashes) - 1] == short_hashes[:-1]
-    for other in ({"cache_salt": "x"}, {"model": "n"}, {"tools": [{"type": "function"}]}):
+    others = [{name: "x"} for name in ("cache_salt", "model", "instructions", "system")]
+    for other in (*others, {"tools": [{"type": "function"}]}):
         assert prefix_hashes({"model": "m", "messages": first, **other})[:1] != short_hashes[:1]
+
+
+def test_the_prefix_that_was_sent_longest_ago_is_forgotten():
+    router = Router(2, bound=9, capacity=2, is_cached=lambda rank, page_hash: False)
+    for page_hash in (b"a", b"b", b"a", b"c"):  # a is sent again before there is no room
+        router.sent(1, [page_hash])
+    assert [router.match(1, [page_hash]) for page_hash in (b"a", b"b", b"c")] == [1, 0, 1]
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"1", b"[" * 100_000])

@@ -2,9 +2,12 @@
 
 import json
 import re
+import signal
+import subprocess
 
 import pytest
 
+from entropic_jax.analysis import ahead_of_time, compile_process
 from entropic_jax.methods import presets
 from entropic_jax.serving.cli import main
 
@@ -51,6 +54,24 @@ def test_a_plan_is_for_the_preset_that_a_server_has_by_default(model, capsys, mo
     monkeypatch.setattr(presets, "preset", record)
     main(["plan", "--model", model, "--topology", topology, "--no-compile", "--max-model-len", "1024"])
     assert chosen == [preset] and "at most" in capsys.readouterr().out
+
+
+def test_a_compiler_that_crashes_leaves_the_plan_from_shapes(model, capsys, monkeypatch):
+    crash = subprocess.CompletedProcess([], -signal.SIGSEGV, "", "")
+    monkeypatch.setattr(ahead_of_time, "devices_of", lambda name: [])
+    monkeypatch.setattr(compile_process.subprocess, "run", lambda *command, **options: crash)
+    assert main(["plan", "--model", model, "--topology", "v5e:2x2", "--max-model-len", "1024"]) == 0
+    assert "numbers from: shapes (the compiler ended with SIGSEGV)" in capsys.readouterr().out
+
+
+def test_a_slice_that_is_too_small_is_not_proposed(tmp_path, capsys):
+    config = {**CONFIG, "num_hidden_layers": 200, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x4", "--no-compile"]
+    arguments += ["--max-num-seqs", "300", "--max-model-len", "4096", "--decode-context-parallel-size", "1"]
+    main(arguments)
+    line = next(line for line in capsys.readouterr().out.splitlines() if "sequences of" in line)
+    assert "not the 300" in line and "on v5e:2x4" not in line, line
 
 
 def test_a_plan_counts_all_pages_of_windowed_layers(tmp_path, capsys):

@@ -15,7 +15,15 @@ from entropic_jax.serving.cli import main
 from entropic_jax.serving.engine import process_group
 from entropic_jax.serving.engine.follower import check_identity, identity_of
 from entropic_jax.serving.engine.options import EngineOptions
-from entropic_jax.serving.engine.process_channel import Connection, Message, accept, connect, listen
+from entropic_jax.serving.engine.process_channel import (
+    NONCE,
+    SIGNATURE,
+    Connection,
+    Message,
+    accept,
+    connect,
+    listen,
+)
 from entropic_jax.serving.engine.process_group import ProcessGroup
 from entropic_jax.serving.options.model import EMBEDDED
 
@@ -36,7 +44,7 @@ ADDRESS = ("--coordinator-address", "127.0.0.1:1")
         ),
         (
             (*ADDRESS, "--num-processes", "2", "--process-id", "-1"),
-            "--process-id must be an integer of at least 0; got -1",
+            "--process-id must be an integer between 0 and 2147483647; got -1",
         ),
         (
             ("--coordinator-address", "here", "--num-processes", "2", "--process-id", "1"),
@@ -124,6 +132,36 @@ def test_only_the_expected_processes_are_accepted():
     assert first.receive().kind == "for 1" and second.receive().kind == "for 2"
 
 
+def test_a_process_0_that_does_not_know_the_token_is_refused():
+    listener, token = socket.create_server(("127.0.0.1", 0)), os.urandom(32)
+
+    def impostor() -> None:
+        stream, _ = listener.accept()
+        stream.sendall(bytes(NONCE))
+        stream.recv(4096)
+        stream.sendall(bytes(SIGNATURE))
+
+    thread = threading.Thread(target=impostor)
+    thread.start()
+    with listener, pytest.raises(OSError, match="is not process 0"):
+        connect(listener.getsockname(), token, 1)
+    thread.join(30)
+
+
+def test_every_connection_has_a_challenge_of_its_own():
+    listener, token = listen("127.0.0.1"), os.urandom(32)
+    address = listener.getsockname()[:2]
+    thread = threading.Thread(target=lambda: accept(listener, token, 2, 60))
+    thread.start()
+    challenges = set()
+    for _ in range(3):
+        with socket.create_connection(address) as stranger:
+            challenges.add(stranger.recv(NONCE, socket.MSG_WAITALL))
+    connect(address, token, 1)
+    thread.join(30)
+    assert len(challenges) == 3
+
+
 def test_a_stranger_that_is_silent_keeps_nobody_out():
     listener, token = listen("127.0.0.1"), os.urandom(32)
     address, accepted = listener.getsockname()[:2], []
@@ -143,6 +181,11 @@ def test_processes_that_do_not_come_are_counted():
 
 
 IDENTITY = identity_of(Path(EMBEDDED), EngineOptions())
+
+
+def test_settings_of_the_environment_are_compared():
+    stated = {"ENTROPIC_KERNELS", "ENTROPIC_LAYERS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"}
+    assert stated <= IDENTITY.keys()
 
 
 @pytest.mark.parametrize("name", [None, *IDENTITY])
