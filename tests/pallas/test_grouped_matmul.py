@@ -153,7 +153,8 @@ TPU_CASES = (
 def test_tpu(monkeypatch, groups, mode):
     sizes, inputs, outputs, dtype, rows_dtype = groups
     bytes_of_columns = tpu.LANES * inputs * len(outputs) * jnp.dtype(rows_dtype).itemsize
-    monkeypatch.setattr(tpu, "BLOCK_BYTES", bytes_of_columns)  # several blocks of columns
+    narrow = tpu.Blocks(weight_bytes=bytes_of_columns)  # several blocks of columns
+    monkeypatch.setattr(tpu, "blocks", lambda: narrow)
     arguments, expected = case(sizes, inputs, outputs, dtype, rows_dtype, first=2)
     with interpreted_on_tpu(mode):
         results = jax.tree.map(np.asarray, jax.jit(lambda *a: tpu.grouped_matmul(*a))(*arguments))
@@ -232,6 +233,15 @@ def test_tpu_compiles_without_a_copy_of_weights(generation, shape):
     multiply = lambda *arguments: tpu.grouped_matmul(*arguments)
     compiled = compile_for_tpu(multiply, *large(shape), generation=generation)
     assert compiled.memory_analysis().temp_size_in_bytes < 2**21
+
+
+@pytest.mark.parametrize("dtype", ["int8", *exhaustive("bfloat16")])
+def test_tpu_compiles_where_vmem_is_small(dtype):
+    """The down-projection of Mixtral 8x22B on eight v4, whose VMEM has 16 MiB."""
+    x, sizes, weights, scales, first = large((256, 1, 16384, 6144, 8, dtype))
+    multiply = lambda *arguments: tpu.grouped_matmul(*arguments)
+    compiled = compile_for_tpu(multiply, x, sizes, weights[:1], scales[:1], first, generation="v4")
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
 @pytest.mark.parametrize("shape", sample(LARGE, 0, 2), ids=str)

@@ -20,15 +20,30 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ...mesh.devices import default_device
 from ..topk_entropy.reference import exactly
 
 LANES, SUBLANES = 128, 8
-TILE_ROWS = 128  # of x
 ROW_STEP = 32  # rows of a tile are a multiple of it, whatever the dtype
-BLOCK_BYTES = 2**22  # of the blocks of all weights that a step reads, widened
-VMEM_BYTES = 48 * 2**20
 PACKED = "uint8"  # two numbers of 4 bits, of an even input and of the next one
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn", PACKED)
+
+
+class Blocks(NamedTuple):
+    """Sizes by which the kernel fits into VMEM."""
+
+    rows: int = 128  # of a tile of x
+    weight_bytes: int = 2**22  # of the blocks of all weights that a step reads, widened
+    vmem_bytes: int = 48 * 2**20
+
+
+SMALL = Blocks(rows=32, vmem_bytes=16 * 2**20)
+SMALL_VMEM = ("TPU v2", "TPU v3", "TPU v4")
+
+
+def blocks() -> Blocks:
+    """The sizes for the default device."""
+    return SMALL if default_device().device_kind in SMALL_VMEM else Blocks()
 
 
 class Visits(NamedTuple):
@@ -50,8 +65,9 @@ def grouped_matmul(
     """The contract is in the package's docstring."""
     (rows, inputs), outputs = x.shape, weights[0].shape[-1]
     check(x, weights)
-    width = block_width(outputs, BLOCK_BYTES // (inputs * x.dtype.itemsize * len(weights)))
-    height = min(TILE_ROWS, -(-rows // ROW_STEP) * ROW_STEP)
+    fits = blocks()
+    width = block_width(outputs, fits.weight_bytes // (inputs * x.dtype.itemsize * len(weights)))
+    height = min(fits.rows, -(-rows // ROW_STEP) * ROW_STEP)
     tiles = pl.cdiv(rows, height)
     visits = visits_of(sizes, height, tiles, first)
     steps = visits.tile.shape[0]
@@ -82,7 +98,7 @@ def grouped_matmul(
         ),
         out_shape=[jax.ShapeDtypeStruct((tiles * height, outputs), x.dtype)] * len(weights),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
+            dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=fits.vmem_bytes
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * steps * height * inputs * outputs * len(weights),
@@ -112,7 +128,7 @@ def block_width(outputs: int, most: int) -> int:
         return outputs
     largest = most // LANES * LANES
     if largest == 0:
-        raise NotImplementedError(f"{LANES} columns take more than {BLOCK_BYTES} bytes")
+        raise NotImplementedError(f"{LANES} columns take more memory than a block may have")
     divisors = (n for n in range(LANES, largest + 1, LANES) if outputs % n == 0)
     return max((n for n in divisors if 2 * n >= largest), default=largest)
 
