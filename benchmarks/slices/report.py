@@ -30,13 +30,15 @@ def tables(results: dict[str, Any]) -> list[Table]:
 
 def fitting(cases: list[dict[str, Any]]) -> Table:
     """The named list of what fits, and what does elsewhere."""
-    header = ["model", "slice", "weights", f"sequences of {CONTEXT} that fit", "where fewer fit"]
+    header = ["model", "slice", "weights", f"sequences of {CONTEXT} that fit", "remarks"]
     rows = []
     for case in cases:
         weights = (case["dtypes"][2] or case["dtypes"][0]) if case["fits"] else "none"
         larger = f"{ROWS} fit on {case['first_slice'] or 'none of those that are known'}"
-        instead = "" if case["fits"] else larger
-        rows.append([case["model"], case["slice"], weights, str(case.get("sequences", 0)), instead])
+        failed = [name for name, program in case.get("programs", {}).items() if "error" in program]
+        remark = f"not compiled: {', '.join(failed)}" if failed else ""
+        cells = [case["model"], case["slice"], weights, str(case.get("sequences", 0))]
+        rows.append([*cells, remark if case["fits"] else larger])
     return f"The first of bfloat16, int8 and int4 in which {ROWS} sequences fit", header, rows
 
 

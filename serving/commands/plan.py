@@ -134,6 +134,8 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
         check_page_shards(config, slice_.devices, page_shards)
         check_groups_of(config, options.quantization, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
+        if str(error).startswith("tensor_parallel_size must"):  # which follows from the chips
+            raise ParameterError(f"--topology {options.topology}: {error}", "topology") from None
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
     setting = preset(chosen, options.max_num_seqs, platform=slice_.chip.platform)
