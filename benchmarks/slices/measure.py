@@ -146,14 +146,16 @@ def measure(
         programs: names of programs, each with its preset.
         limit: seconds after which no further program is begun.
         console: where to print.
-        before: the results of a run that did not begin all programs; its programs are not compiled again.
+        before: the results of a run that did not begin all programs; what it compiled is not compiled again.
         description: date and commit of this run, which its programs get.
     """
     cases = [plan_case(model, name) for model in models for name in slices]
     earlier = {name: before.get(name) for name in ("date", "commit")}
     compiled = {
         (case["model"], case["slice"]): {
-            name: earlier | program for name, program in case.get("programs", {}).items()
+            name: earlier | program
+            for name, program in case.get("programs", {}).items()
+            if "error" not in program
         }
         for case in before["cases"]
     }
