@@ -19,7 +19,12 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
-DECLARED = [Requirement(line) for lines in (PROJECT["dependencies"], *EXTRAS.values()) for line in lines]
+DECLARED = [
+    requirement
+    for lines in (PROJECT["dependencies"], *EXTRAS.values())
+    for requirement in map(Requirement, lines)
+    if requirement.name != PROJECT["name"]  # another extra of ours
+]
 LOCK = (ROOT / "requirements.lock").read_text()
 PYTHONS = [f"3.{minor}" for minor in range(11, 15)]
 

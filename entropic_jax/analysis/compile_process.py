@@ -36,9 +36,9 @@ def compiled_needs(request: Request) -> StepNeeds:
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with tempfile.TemporaryDirectory() as folder:
-        asked, answer = Path(folder, "request"), Path(folder, "needs")
-        asked.write_bytes(pickle.dumps(request))
-        command = [sys.executable, "-m", __name__, str(asked), str(answer)]
+        question, answer = Path(folder, "request"), Path(folder, "needs")
+        question.write_bytes(pickle.dumps(request))
+        command = [sys.executable, "-m", __name__, str(question), str(answer)]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if done.returncode < 0:
             raise RuntimeError(f"the compiler ended with {signal.Signals(-done.returncode).name}")

@@ -35,9 +35,8 @@ def test_the_policy_follows_the_preset_unless_it_is_stated(options, policy):
 
 
 def test_a_policy_that_is_not_known_is_refused():
-    with pytest.raises(
-        ValueError, match="scheduling_policy must be one of None, entropic, predicted, fcfs; got 'lifo'"
-    ):
+    names = "None, entropic, predicted, fcfs, priority"
+    with pytest.raises(ValueError, match=f"scheduling_policy must be one of {names}; got 'lifo'"):
         EngineOptions(scheduling_policy="lifo")
 
 
