@@ -28,7 +28,7 @@ from entropic_jax.state.cache import allocate
 from entropic_jax.state.sampling_parameters import parameters
 
 from . import gpu_target
-from .chips import CHIPS, Topology, topology
+from .chips import Topology, topology
 
 # libtpu must neither ask the cloud for a description of this machine, nor claim a device, nor report that
 # there is none.
@@ -74,7 +74,7 @@ def devices_of(name: str) -> list[jax.Device]:
         os.environ.setdefault(variable, value)
     try:
         # A chip of v4 has two cores, which are one device together.
-        options = {"chip_config_name": "megacore"} if slice_.chip is CHIPS["v4"] else {}
+        options = {"chip_config_name": slice_.chip.configuration} if slice_.chip.configuration else {}
         described = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
         devices = list(described.devices)
     except Exception as error:  # the plugin raises what it likes

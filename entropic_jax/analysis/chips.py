@@ -16,22 +16,23 @@ class Chip(NamedTuple):
     hardware: str  # its entry in `ledger.HARDWARE`
     memory: int  # bytes of main memory
     link_bandwidth: float  # bytes/s that a chip sends: to its two neighbours on an axis, or to the switch
+    axes: int  # of a topology
     platform: str = "tpu"  # as JAX names it
+    configuration: str | None = None  # by which libtpu describes it, if not by the default
 
 
 # cloud.google.com/tpu/docs; links: jax-ml.github.io/scaling-book/tpus. Of GPUs (SXM), the memory that the
 # driver reports, and half of the NVLink bandwidth of nvidia.com/en-us/data-center/h100, which is of both
 # directions together.
 CHIPS = {
-    "v4": Chip("tpu-v4", 32 * GIB, 90e9),
-    "v5e": Chip("tpu-v5e", 16 * GIB, 90e9),
-    "v5p": Chip("tpu-v5p", 95 * GIB, 180e9),
-    "v6e": Chip("tpu-v6e", 32 * GIB, 180e9),
-    "h100": Chip("h100", 81559 * MIB, 450e9, "gpu"),
-    "h200": Chip("h200", 143771 * MIB, 450e9, "gpu"),
+    "v4": Chip("tpu-v4", 32 * GIB, 90e9, 3, configuration="megacore"),
+    "v5e": Chip("tpu-v5e", 16 * GIB, 90e9, 2),
+    "v5p": Chip("tpu-v5p", 95 * GIB, 180e9, 3),
+    "v6e": Chip("tpu-v6e", 32 * GIB, 180e9, 2),
+    "h100": Chip("h100", 81559 * MIB, 450e9, 1, "gpu"),
+    "h200": Chip("h200", 143771 * MIB, 450e9, 1, "gpu"),
 }
 NAME = re.compile(r"(?P<chip>\w+):(?P<shape>[1-9]\d*(?:x[1-9]\d*){0,2})", re.ASCII)
-AXES = {"v4": 3, "v5e": 2, "v5p": 3, "v6e": 2, "h100": 1, "h200": 1}  # of a topology
 LARGEST_HOST = 8  # GPUs that one switch links
 
 
@@ -110,7 +111,7 @@ def topology(name: str) -> Topology:
     match = NAME.fullmatch(name)
     chip = CHIPS.get(match["chip"]) if match else None
     shape = tuple(int(size) for size in match["shape"].split("x")) if match else ()
-    if match is None or chip is None or len(shape) != AXES[match["chip"]]:
+    if chip is None or len(shape) != chip.axes:
         tpus, gpus = (
             ", ".join(name for name, chip in CHIPS.items() if chip.platform == platform)
             for platform in ("tpu", "gpu")

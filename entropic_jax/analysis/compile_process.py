@@ -24,6 +24,7 @@ class Request(NamedTuple):
     batch: ahead_of_time.Batch
     dtypes: tuple[Any, ...]  # as for `ahead_of_time.lower_step`
     preset: str
+    sequences: int  # of the engine that the preset is for
     platform: str
     experts: int
     page_shards: int | None
@@ -53,7 +54,7 @@ def compile_step(request: Request) -> StepNeeds:
     Args:
         request: the step.
     """
-    setting = preset(request.preset, request.batch.rows, platform=request.platform)
+    setting = preset(request.preset, request.sequences, platform=request.platform)
     lowered = ahead_of_time.lower_step(
         request.config,
         ahead_of_time.devices_of(request.topology)[: request.chips],

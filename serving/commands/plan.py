@@ -163,7 +163,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     plan = make_plan(config, slice_, dtypes, state, experts=experts, page_shards=page_shards)
     if not options.compile:
         return plan, "--no-compile", larger
-    step = (config, all_chips, slice_.devices, batch, tuple(dtypes), chosen)
+    step = (config, all_chips, slice_.devices, batch, tuple(dtypes), chosen, options.max_num_seqs)
     try:
         compiled = compiled_needs(Request(*step, slice_.chip.platform, experts, page_shards))
     except RuntimeError as error:
