@@ -1,21 +1,16 @@
 """Measurement of slices: the first dtype of a model that fits, and its programs, compiled and read."""
 
 import importlib.metadata
-import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
 from rich.console import Console
 
 from entropic_jax.analysis import ahead_of_time
 from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
+from entropic_jax.analysis.compile_process import in_a_process
 from entropic_jax.analysis.plan import (
     Dtypes,
     Plan,
@@ -29,7 +24,6 @@ from entropic_jax.methods.presets import preset
 from entropic_jax.models import ModelError
 from entropic_jax.models.sharding import check_sizes
 
-from ..harness.paths import ROOT
 from .workload import CONTEXT, MODELS, PAGE, ROWS, expert_groups, program_of
 
 DTYPES = [Dtypes("bfloat16", "bfloat16", quantization) for quantization in (None, "int8", "int4")]
@@ -110,25 +104,6 @@ def compile_program(case: dict[str, Any], program: str, control: str) -> dict[st
     }
 
 
-def in_a_process(case: dict[str, Any], program: str, control: str) -> dict[str, Any]:
-    """`compile_program` in a process of its own: a compiler that aborts takes nothing else along.
-
-    Args:
-        case: from `plan_case`.
-        program: the name of a program, as `program_of` takes it.
-        control: the name of the preset.
-    """
-    # libtpu stops at flags that only the XLA of CPUs knows.
-    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
-    command = [sys.executable, "-m", "benchmarks.slices.measure", json.dumps(case), program, control]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode < 0:
-        return {"error": f"the compiler ends with {signal.Signals(-done.returncode).name}"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1][:300]}
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def measure(
     models: tuple[str, ...],
     slices: tuple[str, ...],
@@ -165,7 +140,10 @@ def measure(
     def compile_one(task: tuple[dict[str, Any], str, str]) -> None:
         case, program, control = task
         if time.monotonic() < end:
-            result = in_a_process(stated(case), program, control)
+            try:
+                result = in_a_process(compile_program, stated(case), program, control)
+            except RuntimeError as error:
+                result = {"error": str(error)}
             case["programs"][f"{program} {control}"] = run | result
             console.print(case["model"], case["slice"], program, control, result.get("error", "compiled"))
 
@@ -201,8 +179,3 @@ def why_not_compiled(name: str) -> str:
 def stated(case: dict[str, Any]) -> dict[str, Any]:
     """The fields of a case that `compile_program` reads."""
     return {name: case[name] for name in ("model", "slice", "experts", "dtypes")}
-
-
-if __name__ == "__main__":
-    jax.config.update("jax_platforms", "cpu")
-    print(json.dumps(compile_program(json.loads(sys.argv[1]), *sys.argv[2:])))

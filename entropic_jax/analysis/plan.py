@@ -216,7 +216,7 @@ def make_plan(
     slice_: Topology,
     dtypes: Dtypes,
     state: Any,
-    compiled: StepNeeds | None = None,
+    needs: StepNeeds | None = None,
     experts: int = 1,
     page_shards: int | None = None,
 ) -> Plan:
@@ -227,7 +227,7 @@ def make_plan(
         slice_: the kind of the slice, all of whose chips have parts of one copy of the model.
         dtypes: the dtypes of weights and KV cache.
         state: the `State` of the batch that the step is for, as shapes.
-        compiled: the needs of the compiled step, from `from_program`; None computes them from shapes.
+        needs: what the step needs, from its compiled program; None computes it from shapes.
         experts: groups of chips over which experts are divided.
         page_shards: chips that divide a KV head, of those that have the same one; None for all that can.
     """
@@ -236,7 +236,7 @@ def make_plan(
     weights = weight_bytes(config, devices, dtypes, experts, page_shards).total
     of_page = page_bytes(config, devices, cache.page_size, dtypes.cache, page_shards)
     rest = state_bytes(state)
-    step = compiled or from_shapes(config, devices, rows, dtypes, state, page_shards)
+    step = needs or from_shapes(config, devices, rows, dtypes, state, page_shards)
     room = int(UTILIZATION * slice_.chip.memory) - weights - rest - step.temporary_bytes
     pages = max(0, room // of_page)
     rates = {}
@@ -246,7 +246,7 @@ def make_plan(
             time = roofline(config, slice_, batch, context, dtypes, exchanged, experts, page_shards)
             rates[batch] = 1e3 * batch / time.total
     return Plan(
-        source="shapes" if compiled is None else "compiled program",
+        source="shapes" if needs is None else "compiled program",
         devices=devices,
         weight_bytes=weights,
         page_bytes=of_page,

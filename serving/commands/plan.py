@@ -165,10 +165,10 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
         return plan, "--no-compile", larger
     step = (config, all_chips, slice_.devices, batch, tuple(dtypes), chosen, options.max_num_seqs)
     try:
-        compiled = compiled_needs(Request(*step, slice_.chip.platform, experts, page_shards))
+        needs = compiled_needs(Request(*step, slice_.chip.platform, experts, page_shards))
     except RuntimeError as error:
         return plan, str(error), larger
-    return make_plan(config, slice_, dtypes, state, compiled, experts, page_shards), "", larger
+    return make_plan(config, slice_, dtypes, state, needs, experts, page_shards), "", larger
 
 
 def what_would_fit(

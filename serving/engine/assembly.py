@@ -8,6 +8,7 @@ import jax
 from entropic_jax import models
 from entropic_jax.control.entropy_drop import AR1
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
+from entropic_jax.parameter_tables.control_gains import MACRO, SCALES
 from entropic_jax.speculation import PassCosts
 
 from ..options.control_options import Control
@@ -111,6 +112,7 @@ def scheduler_of(
         None if text is None else text.shape[1],
         adapters=device_state.state.adapter is not None,
     )
+    log_order(options)
     prefix_cache = PrefixCache() if options.enable_prefix_caching else None
     return Scheduler(
         programs,
@@ -125,3 +127,10 @@ def scheduler_of(
         overlapped=jax.default_backend() != "cpu",
         chunked=options.enable_chunked_prefill,
     )
+
+
+def log_order(options: EngineOptions) -> None:
+    """Say so where sequences are not served in the order of the scale macro, though the preset has it."""
+    if options.policy != "entropic" and MACRO in SCALES.get(options.preset, ()):
+        stated = options.scheduling_policy
+        log.info("preset %s runs without macro: scheduling_policy is %s", options.preset, stated)

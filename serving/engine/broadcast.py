@@ -63,9 +63,9 @@ class Broadcaster:
         values = {"program": name_of(key), "leaves": sent}
         self._group.send(RUN, values, [leaves[number] for number in sent])
 
-    def watch(self, outputs: Any) -> None:
-        """Watch that a launch ends, see `ProcessGroup.watch`."""
-        self._group.watch(outputs)
+    def watch(self, key: Key, outputs: Any) -> None:
+        """Watch that a launch of a program ends, see `ProcessGroup.watch`."""
+        self._group.watch(name_of(key), outputs)
 
     def fail(self, error: BaseException) -> None:
         """End all processes because the engine has failed."""

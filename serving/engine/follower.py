@@ -27,6 +27,8 @@ from .warmup import examples_of
 
 IDENTITY = "identity"
 MODEL_FILES = ("config.json", "calibration.json", "model.safetensors.index.json", "converted.json")
+WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
+ENDS = 65536  # bytes at the beginning and at the end of a file of weights that are compared
 SETTINGS = ("ENTROPIC_KERNELS", layer_stack.VARIABLE, "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION")
 
 
@@ -58,8 +60,25 @@ def identity_of(path: Path, options: EngineOptions) -> dict[str, str]:
     for name in MODEL_FILES:
         file = path / name
         fields[name] = hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.is_file() else "missing"
+    fields["model weights"] = weights_digest(path)
     settings = {name: os.environ.get(name, "") for name in SETTINGS}
     return {**fields, **settings, "source code": source_digest()[:16], "jax version": jax.__version__}
+
+
+def weights_digest(path: Path) -> str:
+    """A digest of the names and sizes of the files of weights, and of how each begins and ends.
+
+    Args:
+        path: a model directory, or a file of weights.
+    """
+    digest = hashlib.sha256()
+    for file in [path] if path.is_file() else sorted(x for kind in WEIGHT_FILES for x in path.glob(kind)):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            digest.update(f"{file.name} {size} ".encode() + stream.read(ENDS))
+            stream.seek(max(0, size - ENDS))
+            digest.update(stream.read(ENDS))
+    return digest.hexdigest()[:16]
 
 
 def follow(
@@ -141,7 +160,7 @@ class Follower:
             arrays: these leaves.
         """
         if (embedding := named_shape(name)) is not None:
-            self._embed(*embedding, arrays)
+            self._embed(name, *embedding, arrays)
             return
         key, example = self._examples[name]
         arguments = tuple(self._device_state if isinstance(x, DeviceState) else x for x in example)
@@ -153,12 +172,13 @@ class Follower:
         if isinstance(state, DeviceState):
             self._device_state = state
         if outputs is not None:
-            self._group.watch(outputs)
+            self._group.watch(name, outputs)
 
-    def _embed(self, word: str, shape: Shape, arrays: Any) -> None:
+    def _embed(self, name: str, word: str, shape: Shape, arrays: Any) -> None:
         """Launch a program for embeddings.
 
         Args:
+            name: its name.
             word: whether a cache is created, or a chunk is read.
             shape: the shapes of the program.
             arrays: those of the chunk.
@@ -168,4 +188,4 @@ class Follower:
             return
         program = self._embedding.compiled(shape, self._embedding_cache)
         self._embedding_cache, outputs = program(self._embedding_cache, Chunk(*arrays))
-        self._group.watch(outputs)
+        self._group.watch(name, outputs)

@@ -8,10 +8,10 @@ processes, so the others then exit with a message and status 1; a supervisor res
 import atexit
 import contextlib
 import logging
+import math
 import os
 import queue
 import secrets
-import socket
 import sys
 import threading
 import time
@@ -27,17 +27,17 @@ from entropic_jax.mesh import SHARDS
 from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options.processes import ProcessOptions, address_of
+from .coordinator_address import check_own, wait_for
 from .process_channel import Connection, Message, accept, connect, listen
 
 log = logging.getLogger(__name__)
 ENDED = 1  # exit status of a process that cannot go on
 BEAT = 1.0  # seconds between signs of life
-SILENT_BEATS = 30  # without one, after which a process counts as dead; a busy machine delays them
-LAUNCH_SECONDS = 300  # that a launch may take before it counts as stuck in a collective
+SILENT_BEATS = 8  # without one, after which a process counts as dead; compilers delay one by less than 1 s
+FIRST_LAUNCH = 300  # seconds that a program's first launch may take before it counts as stuck in a collective
+LAUNCH = 8  # seconds that its later ones may take at least,
+LAUNCH_RATIO = 100  # and as a multiple of the longest before, up to FIRST_LAUNCH
 GRACE = 2.0  # seconds in which the death of a process explains why a program has failed
-RETRY = 0.3  # seconds between attempts to reach process 0
-NAME_SECONDS = 10.0  # in which the name of its host must be known
-ATTEMPT = 5.0  # seconds of an attempt to reach process 0
 FAREWELL = 1.0  # seconds in which clients are told that another process has died
 MARGIN = 60  # seconds: JAX's timeouts, which abort the process, come after those of this module
 KEY = "entropic_jax/channel"  # in JAX's key-value store
@@ -52,9 +52,11 @@ def start_processes(options: ProcessOptions) -> "ProcessGroup | None":
     """
     if options.alone:
         return None
-    address, leads = address_of(options), options.process_id == 0
-    if address is not None and options.process_id is not None:
-        (_check_port if leads else _wait_for_host)(address, options.initialization_timeout)
+    address = address_of(options)
+    if address is not None and options.process_id == 0:
+        check_own(address)
+    elif address is not None and options.process_id is not None:
+        wait_for(address, options.initialization_timeout)
     seconds = int(options.initialization_timeout)
     timer = threading.Timer(seconds, end_process, (_late(options),))
     timer.daemon = True
@@ -99,64 +101,6 @@ def _late(options: ProcessOptions) -> str:
     )
 
 
-def _check_port(address: tuple[str, int], seconds: float) -> None:
-    """Raise ParameterError unless process 0 can listen on its port; JAX does, on all addresses."""
-    _resolve(address)
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("", address[1]))
-    except OSError as error:
-        raise _unusable(address, f"its port is not free: {error.strerror}") from None
-
-
-def _wait_for_host(address: tuple[str, int], seconds: float) -> None:
-    """Wait until process 0 listens. Raises ParameterError where its host is unknown or cannot be reached."""
-    _resolve(address, min(seconds, NAME_SECONDS))
-    deadline, said = time.monotonic() + seconds, False
-    while True:
-        try:
-            left = deadline - time.monotonic()
-            socket.create_connection(address, min(ATTEMPT, max(1.0, left))).close()
-            return
-        except (ConnectionRefusedError, ConnectionResetError, TimeoutError):  # process 0 has not started yet
-            if time.monotonic() > deadline:
-                raise _unusable(address, f"nothing listens there after {seconds:g} s") from None
-            if not said:
-                log.warning("process 0 does not answer at %s:%d; waiting %g s at most", *address, seconds)
-            said = True
-            time.sleep(RETRY)
-        except OSError as error:
-            raise _unusable(address, error.strerror or str(error)) from None
-
-
-def _resolve(address: tuple[str, int], seconds: float = 0.0) -> None:
-    """Raise ParameterError unless the host has an address; Kubernetes names one that begins a little later.
-
-    Args:
-        address: host and port.
-        seconds: to wait for the name.
-    """
-    deadline, said = time.monotonic() + seconds, False
-    while True:
-        try:
-            socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-            return
-        except OSError as error:
-            if time.monotonic() >= deadline:
-                raise _unusable(address, error.strerror or str(error)) from None
-            if not said:
-                log.warning("the host %s has no address yet; waiting %g s at most", address[0], seconds)
-            said = True
-            time.sleep(RETRY)
-
-
-def _unusable(address: tuple[str, int], reason: str) -> ParameterError:
-    stated = f"{address[0]}:{address[1]}"
-    message = f"coordinator_address must be reachable from every process; got {stated} ({reason})"
-    return ParameterError(message, "coordinator_address")
-
-
 def _connections(
     client: Any, host: str, process_id: int, num_processes: int, seconds: int
 ) -> list[Connection]:
@@ -194,6 +138,7 @@ class ProcessGroup:
         self._silent = dict.fromkeys((c.process_id for c in connections), 0)  # beats
         self._launched: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._waited = 0  # beats that the oldest launch has taken
+        self._launch_limit = FIRST_LAUNCH  # beats that it may take
         self._closing = False
         self._failed = threading.Event()
         for number, connection in enumerate(connections):
@@ -245,9 +190,14 @@ class ProcessGroup:
         """The next message and the process that has sent it."""
         return self._received.get()
 
-    def watch(self, outputs: Any) -> None:
-        """Watch that a launch ends; `outputs` are arrays of it that no later launch consumes."""
-        self._launched.put(outputs)
+    def watch(self, program: str, outputs: Any) -> None:
+        """Watch that a launch ends.
+
+        Args:
+            program: the name of the program.
+            outputs: arrays of it that no later launch consumes.
+        """
+        self._launched.put((program, outputs))
 
     def close(self) -> None:
         """End the group in order. In process 0, the others end as well, with the status 0."""
@@ -331,20 +281,26 @@ class ProcessGroup:
                 if self._silent[process_id] > SILENT_BEATS and not self._closing:
                     self._lost(process_id, f"gave no sign of life for {SILENT_BEATS} s")
             self._waited += 1
-            if self._waited > LAUNCH_SECONDS and not self._closing:
-                self.leave(f"a launch has not ended within {LAUNCH_SECONDS} s: stuck in a collective")
+            if self._waited > self._launch_limit and not self._closing:
+                message = f"a launch has not ended within {self._launch_limit} s: stuck in a collective"
+                self._take_leave(message)
+                self.leave(message)
 
     def _wait(self) -> None:
         """Wait for the launches in their order."""
+        limits: dict[str, int] = {}
         while True:
             self._waited = -(2**31)  # no launch runs
-            outputs = self._launched.get()
-            self._waited = 0
+            program, outputs = self._launched.get()
+            self._launch_limit = limits.get(program, FIRST_LAUNCH)
+            self._waited, begin = 0, time.monotonic()
             try:
                 jax.block_until_ready(outputs)
             except Exception as error:
                 if not self._closing:
                     self.fail(error)
+            limit = max(LAUNCH, math.ceil(LAUNCH_RATIO * (time.monotonic() - begin)))
+            limits[program] = min(FIRST_LAUNCH, max(limit, limits.get(program, 0)))
 
     def _lost(self, process_id: int, reason: str = "has ended") -> None:
         """End this process because another is dead, unless all are about to end."""

@@ -162,7 +162,7 @@ class Programs:
         """
         self.launches += 1
         key = ("prefill", *chunk.tokens.shape, scored)
-        return self._watched(self._run(key, self.params, device_state, chunk))
+        return self._watched(key, self._run(key, self.params, device_state, chunk))
 
     def compress(self, device_state: DeviceState, row: int) -> tuple[DeviceState, jax.Array]:
         """Run `compress`."""
@@ -191,7 +191,7 @@ class Programs:
         for missed in self.memory.launched(("decode", *program), time.monotonic()):
             self.require(missed)
         arguments = self.decode_arguments(device_state, steps, constraints, forced, held, program)
-        return self._watched(self._run(("decode", *program), *arguments))
+        return self._watched(("decode", *program), self._run(("decode", *program), *arguments))
 
     def decode_arguments(
         self,
@@ -262,9 +262,9 @@ class Programs:
             self.broadcaster.launch(key, arguments)
         return program(*arguments)
 
-    def _watched(self, result: tuple[DeviceState, T]) -> tuple[DeviceState, T]:
+    def _watched(self, key: tuple, result: tuple[DeviceState, T]) -> tuple[DeviceState, T]:
         if self.broadcaster is not None:
-            self.broadcaster.watch(result[1])
+            self.broadcaster.watch(key, result[1])
         return result
 
     @property

@@ -8,6 +8,7 @@ import pytest
 from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import PRIOR
 from entropic_jax.control.pruning import FixedPruning
+from entropic_jax.serving.engine.assembly import log_order
 from entropic_jax.serving.engine.launch_planner import LaunchPlanner
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.priority import Ranking
@@ -32,6 +33,16 @@ from entropic_jax.serving.request import RequestError
 )
 def test_the_policy_follows_the_preset_unless_it_is_stated(options, policy):
     assert EngineOptions(**options).policy == policy
+
+
+@pytest.mark.parametrize("preset", ["off", "meso", "full", "full-lossy", "entropix"])
+@pytest.mark.parametrize("policy", [None, "entropic", "predicted", "fcfs", "priority"])
+def test_a_preset_whose_order_is_not_that_of_the_engine_is_logged(preset, policy, caplog):
+    with caplog.at_level("INFO"):
+        log_order(EngineOptions(preset=preset, scheduling_policy=policy))
+    without = "full" in preset and policy in ("predicted", "fcfs", "priority")
+    message = f"preset {preset} runs without macro: scheduling_policy is {policy}"
+    assert caplog.messages == [message] * without
 
 
 def test_a_policy_that_is_not_known_is_refused():

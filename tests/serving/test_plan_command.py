@@ -1,6 +1,7 @@
 """`entropic plan`: what it prints, and what it refuses in one line."""
 
 import json
+import operator
 import re
 import signal
 import subprocess
@@ -144,6 +145,22 @@ def test_a_plan_of_kv_heads_that_chips_divide(model, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--decode-context-parallel-size", "4"])
     assert "--decode-context-parallel-size must divide 2, the devices that" in capsys.readouterr().err
+
+
+def test_a_vocabulary_of_any_size_has_a_plan(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 2**30}))
+    arguments = ["--model", str(tmp_path), "--topology", "v5e:2x4", "--no-compile"]
+    assert main(["plan", *arguments]) == 1
+    assert "does not fit: not one sequence of 8192 positions" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_function_in_a_process_returns_raises_or_crashes():
+    assert compile_process.in_a_process(max, [3, 5]) == 5
+    with pytest.raises(RuntimeError, match="ZeroDivisionError: division by zero"):
+        compile_process.in_a_process(operator.truediv, 1, 0)
+    with pytest.raises(RuntimeError, match="the compiler ended with SIGSEGV"):
+        compile_process.in_a_process(signal.raise_signal, signal.SIGSEGV)
 
 
 def test_a_model_that_does_not_fit_is_status_1(tmp_path, capsys):

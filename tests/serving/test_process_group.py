@@ -1,5 +1,6 @@
 """Processes of one engine: their options, the messages between them, and when a process ends itself."""
 
+import contextlib
 import os
 import socket
 import threading
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from entropic_jax import LLM
+from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.cli import main
-from entropic_jax.serving.engine import process_group
-from entropic_jax.serving.engine.follower import check_identity, identity_of
+from entropic_jax.serving.engine import coordinator_address, process_group
+from entropic_jax.serving.engine.follower import check_identity, identity_of, weights_digest
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.process_channel import (
     NONCE,
@@ -88,6 +90,37 @@ def test_a_port_that_is_taken_is_refused():
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ValueError, match=f"got {address} .its port is not free: "):
             LLM(coordinator_address=address, num_processes=2, process_id=0)
+
+
+def test_an_address_that_leads_elsewhere_is_refused(monkeypatch):
+    connect = socket.create_connection
+    with socket.create_server(("127.0.0.1", 0)) as elsewhere, socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        stranger = elsewhere.getsockname()
+        monkeypatch.setattr(coordinator_address, "ATTEMPT", 0.2)
+        monkeypatch.setattr(socket, "create_connection", lambda _, seconds: connect(stranger, seconds))
+        message = f"got {address} .process 0 does not reach itself there: timed out"
+        with pytest.raises(ParameterError, match=message):
+            LLM(coordinator_address=address, num_processes=2, process_id=0)
+
+
+def test_process_0_reaches_itself_though_others_call_before_it():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    stop = threading.Event()
+
+    def call() -> None:
+        while not stop.is_set():
+            with contextlib.suppress(OSError):
+                socket.create_connection(address, 0.1).close()
+
+    others = threading.Thread(target=call)
+    others.start()
+    for _ in range(3):
+        coordinator_address.check_own(address)
+    stop.set()
+    others.join()
 
 
 def pair() -> tuple[Connection, Connection]:
@@ -208,6 +241,16 @@ def test_processes_that_were_started_differently_end(name):
         assert group.left.endswith("in process 0 and other in process 1")
 
 
+def test_weights_are_compared_by_their_files(tmp_path):
+    file, digests = tmp_path / "model.safetensors", set()
+    for size, first, last in ((200_000, 0, 0), (200_001, 0, 0), (200_000, 1, 0), (200_000, 0, 1)):
+        file.write_bytes(bytes([first]) + bytes(size - 2) + bytes([last]))
+        digests |= {weights_digest(tmp_path), weights_digest(file)}
+    (tmp_path / "more.safetensors").touch()
+    digests |= {weights_digest(tmp_path), weights_digest(tmp_path / "nothing")}
+    assert len(digests) == 6 and weights_digest(file) in digests
+
+
 class EndedError(Exception):
     """Stands for the end of the process, in the thread that ends it."""
 
@@ -258,7 +301,7 @@ def test_silence_counts_as_death(ended, monkeypatch):
     monkeypatch.setattr(process_group, "BEAT", 0.01)
     left, right = pair()
     ended.group(0, left)
-    assert ended() == "process 1 of 2 gave no sign of life for 30 s; without it, this process ends"
+    assert ended() == "process 1 of 2 gave no sign of life for 8 s; without it, this process ends"
     assert right.receive().kind == "alive"
 
 
@@ -270,19 +313,35 @@ def test_signs_of_life_keep_processes_alive(ended, monkeypatch):
     assert not ended.happened.wait(4)  # for twice the beats of silence
 
 
-def test_a_launch_that_does_not_end_ends_the_process(ended, monkeypatch):
-    monkeypatch.setattr(process_group, "BEAT", 0.01)
+@pytest.mark.parametrize(
+    ("before", "seconds"),
+    [({}, 300), ({"decode": 0.0}, 8), ({"prefill": 0.0}, 300), ({"decode": 0.2}, 20), ({"decode": 4.0}, 300)],
+)
+def test_a_launch_that_does_not_end_ends_the_process(ended, monkeypatch, before, seconds):
+    monkeypatch.setattr(process_group, "BEAT", 0.005)
     monkeypatch.setattr(process_group, "SILENT_BEATS", 10**9)
+    monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
     left, right = pair()
-    group = ended.group(0, left)
-    release = threading.Event()
+    group, clock = ended.group(0, left), [0.0]
+    release, finished = threading.Event(), threading.Event()
+
+    class Finishing:
+        def __init__(self, seconds: float) -> None:
+            self.seconds = seconds
+
+        def block_until_ready(self) -> None:
+            clock[0] += self.seconds
+            finished.set()
 
     class Stuck:
         def block_until_ready(self) -> None:
             release.wait(60)
 
-    group.watch(Stuck())
-    assert ended() == "a launch has not ended within 300 s: stuck in a collective"
+    for program, took in before.items():
+        group.watch(program, Finishing(took))
+        assert finished.wait(30)
+    group.watch("decode", Stuck())
+    assert ended() == f"a launch has not ended within {seconds} s: stuck in a collective"
     release.set()
     right.close()
 
