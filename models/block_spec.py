@@ -187,6 +187,7 @@ class Family(NamedTuple):
     aliases: Mapping[str, str] = {}  # fields of `Config` that config.json names otherwise: ours to theirs
     renames: tuple[tuple[str, str], ...] = ()  # parts of tensor names, replaced in order: (ours, on disk)
     fused: tuple[tuple[str, tuple[str, ...]], ...] = ()  # tensors that hold several of ours in a row
+    rows: tuple[str, ...] = ()  # vectors that are matrices of one row on disk
     fused_in_experts: bool = False  # whether only the tensors of experts are fused
     stacked_experts: bool = False  # whether a tensor on disk holds all experts
     experts_as_multiplied: bool = False  # whether stacked experts are [experts, in, out]
@@ -194,6 +195,7 @@ class Family(NamedTuple):
     required: Mapping[str, Any] = {}  # keys that must have this value, or be absent
     first_layers_slide: bool = False  # every second layer before `max_window_layers`; else those from it on
     default_rope: Mapping[str, Any] = {}  # `rope_parameters` of files without them and `rope_scaling`
+    unwritten: tuple[str, ...] = ()  # keys that transformers takes for another field
     stretched_base: bool = (
         False  # whether "dynamic" scaling with `alpha` is a larger base, whatever else it states
     )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 from .rope import RopeScaling
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+DENSE, SPARSE = "dense", "sparse"  # feed-forward blocks, and those with experts
 LARGEST_INTEGER = 2**31 - 1
 LARGEST_NUMBER = 1e30
 MOST_EXPERTS, MOST_LAYERS = 16384, 16384
@@ -123,6 +124,7 @@ class Config:
     bos_token_id: int | None = option(None, optional(TOKEN))
     eos_token_id: tuple[int, ...] = option((), items(TOKEN))
     partial_rotary_factor: float = option(1.0, SHARE)  # of a head's width that is rotated
+    rotary_width: int = option(0, COUNT)  # numbers of a head that are rotated; 0: by that factor
     rope_local_base_freq: float | None = option(None, optional(POSITIVE_NUMBER))  # θ of sliding layers
     no_rope_layers: tuple[int, ...] = option((), items(integer(0, 1)))  # 0: the layer has no rotation
     attention_out_bias: bool = option(False, BOOLEAN)
@@ -141,6 +143,8 @@ class Config:
     shared_expert_intermediate_size: int = option(0, COUNT)
     n_shared_experts: int = option(0, integer(0, MOST_EXPERTS))
     first_k_dense_replace: int = option(0, COUNT)
+    moe_layer_end_index: int = option(-1, integer(-1, MOST_LAYERS))  # last layer with experts; -1: of all
+    mlp_layer_types: tuple[str, ...] | None = option(None, optional(items(choice(DENSE, SPARSE))))
     num_nextn_predict_layers: int = option(0, COUNT)  # layers on disk after the last; not computed
     n_group: int = option(1, POSITIVE)
     topk_group: int = option(1, POSITIVE)
@@ -176,7 +180,9 @@ class Config:
         _require(groups, self, "num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
         even = self.head_dim % 2 == 0 and self.head_dim > 0 and self.rotary_dim % 2 == 0
         _require(even, self, "head_dim", "an even number (positions rotate pairs)")
-        for name in ("layer_types", "no_rope_layers"):
+        fits = self.rotary_width <= self.head_dim
+        _require(fits, self, "rotary_width", f"at most head_dim, {self.head_dim}")
+        for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
             value = getattr(self, name)
             unset = value is None or (value == () and name == "no_rope_layers")
             _require(unset or len(value) == layers, self, name, f"a list of {layers} entries, one a layer")
@@ -199,7 +205,7 @@ class Config:
     @property
     def rotary_dim(self) -> int:
         """How many numbers of a head are rotated."""
-        return int(self.head_dim * self.partial_rotary_factor)
+        return self.rotary_width or int(self.head_dim * self.partial_rotary_factor)
 
     @property
     def longest_context(self) -> int:

@@ -32,7 +32,7 @@ COMMON = (  # keys that every family reads
     *"num_key_value_heads head_dim max_position_embeddings".split(),
     *"rms_norm_eps tie_word_embeddings hidden_act".split(),
 )
-LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers", "moe_layers")
+LISTS = ("mlp_only_layers", "layer_types", "no_rope_layers", "moe_layers", "mlp_layer_types")
 MAY_BE_NULL = (  # keys whose null says something else than the family's default
     "num_key_value_heads",
     "head_dim",
@@ -43,6 +43,7 @@ ZERO_MEANS_UNSET = (
     "num_key_value_heads",
     "head_dim",
     "intermediate_size_mlp",
+    "rotary_width",
 )  # in a Config, but not in config.json
 DERIVES_LAYER_TYPES = {  # keys of families that make layer_types of something else where it is absent
     *("sliding_window_pattern", "attention_chunk_size", "max_window_layers", "no_rope_layer_interval"),
@@ -69,7 +70,8 @@ def from_json(raw: Mapping[str, Any], family: Family) -> Config:
     values = {name: merged[name] for name in names if merged.get(name) is not None}
     for name in ZERO_MEANS_UNSET:
         if values.get(name) == 0:
-            raise ModelError(f"{name} must be a positive integer; got {abbreviate(values[name])}")
+            stated = family.aliases.get(name, name)
+            raise ModelError(f"{stated} must be a positive integer; got {abbreviate(values[name])}")
     for name in LISTS:
         if name in values:
             values[name] = as_tuple(name, values[name])
@@ -183,10 +185,10 @@ def to_json(config: Config, family: Family, dtype: str) -> dict[str, Any]:
     """The config.json that describes a Config, for transformers 4 and 5 alike.
 
     `from_json` reads it as the same model, and as an equal Config but for what can be said in several ways.
-    These become their defaults: fields without a key in the family, fields of other kinds of scaling, and
-    `intermediate_size_mlp` 0. `num_nextn_predict_layers` becomes 0: `save` writes no such layers.
-    `layer_types` None becomes the list that it stands for where the family would derive another,
-    `no_rope_layers` () a list of ones, and `rope_local_base_freq` None `rope_theta`.
+    These become their defaults: fields without a key in the family or that it leaves `unwritten`, fields
+    of other kinds of scaling, and `intermediate_size_mlp` 0. `num_nextn_predict_layers` becomes 0: `save`
+    writes no such layers. `layer_types` None becomes the list that it stands for where the family would
+    derive another, `no_rope_layers` () a list of ones, and `rope_local_base_freq` None `rope_theta`.
 
     Args:
         config: the model's configuration.
@@ -291,7 +293,7 @@ def described(config: Config, family: Family, dtype: str) -> dict[str, Any]:
     if original is not None and "original_max_position_embeddings" in family.defaults:
         extra["original_max_position_embeddings"] = original
     names = {*COMMON, *family.defaults} - {"sliding_window_pattern", "no_rope_layer_interval"}
-    names -= {name for name in ZERO_MEANS_UNSET if known[name] == 0}
+    names -= {name for name in ZERO_MEANS_UNSET if known[name] == 0} | {*family.unwritten}
     result = {**{name: known[name] for name in known if name in names}, **extra}
     aliased = {theirs: result[ours] for ours, theirs in family.aliases.items() if ours in result}
     return {**family.required, **result, **aliased}

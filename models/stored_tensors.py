@@ -18,7 +18,8 @@ from .formats.weight_format import DequantizedTensor, WeightFormat
 from .tensor_names import EMBEDDING, HEAD, ParameterSource
 from .text_towers import text_tensors
 
-HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files carry what follows from the config
+# Old Llama files carry what follows from the config; layers that predict further tokens are not computed.
+HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|(^|\.)mtp[._]")
 STRIP = 64  # rows converted at a time; a whole matrix at once takes longer to transpose
 PREFIX = "model."
 Tensor = ForeignTensor | DequantizedTensor

@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     name: str
     stored_shape: tuple[int, ...]  # of the tensor
     transposed: bool  # whether the matrix in memory is the transpose of the part
-    expert: int | None = None  # first index of a tensor that holds all experts
+    expert: int | None = None  # first index of a tensor that holds all experts, or of a matrix of one row
     outputs: slice = slice(None)  # along the axis of the outputs, the last one unless `transposed`
     inputs: slice = slice(None)  # along the other axis of a matrix
 
@@ -102,6 +102,8 @@ def pieces(
     stored = (*each[:-1], total)
     stored = stored if as_multiplied or not kernel else stored[::-1]
     transposed = kernel and not as_multiplied
+    if path[-1] in family.rows:
+        return (Piece(name, (1, *stored), False, 0, part),)
     if not in_experts:
         return (Piece(name, stored, transposed, None, part),)
     experts = range(shape[0])

@@ -345,4 +345,4 @@ def test_every_matrix_is_divided():
                 assert axes - {None} == ({"expert"} if name.endswith("['down_proj']['bias']") else SHARDED)
             else:
                 assert axes - {None} == (SHARDED if matrix or bias or "'sinks'" in name else set()), name
-    assert refused == {"DeepseekV2", "DeepseekV3"}
+    assert refused == {"DeepseekV2", "DeepseekV3", "Glm4MoeLite"}

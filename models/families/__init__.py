@@ -5,6 +5,7 @@ from . import (
     apertus,
     cohere,
     deepseek,
+    ernie,
     gemma,
     glm,
     gpt_oss,
@@ -20,7 +21,7 @@ from . import (
 
 MODULES = (
     *(llama, llama4, qwen, mixtral, gemma, phi, olmo, granite, cohere, glm),
-    *(layer_norm, gpt_oss, apertus, deepseek),
+    *(layer_norm, gpt_oss, apertus, deepseek, ernie),
 )
 FAMILIES: dict[str, Family] = {family.architecture: family for m in MODULES for family in m.FAMILIES}
 

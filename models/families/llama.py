@@ -1,4 +1,4 @@
-"""Llama, and families that differ in a switch, such as Mistral, SmolLM3, Seed-OSS, Ernie 4.5 and Hunyuan."""
+"""Llama, and families that differ in a switch, such as Mistral, SmolLM3, Seed-OSS and Hunyuan."""
 
 from ..block_spec import BlockSpec, Family, PositionScale, block_of, mlp_of, rms_norm_of, rope_of
 from ..config import Config, ModelError
@@ -32,12 +32,6 @@ def seed_oss(config: Config, layer: int) -> BlockSpec:
     """Seed-OSS: biases of q, k and v, and of the output where stated."""
     mlp = mlp_of(config, bias=config.mlp_bias)
     return block_of(config, layer, mlp, bias=config.attention_bias, output_bias=config.attention_out_bias)
-
-
-def ernie(config: Config, layer: int) -> BlockSpec:
-    """Ernie 4.5: pairs of the rotation are neighbours."""
-    bias, rope = config.use_bias, rope_of(config, layer, interleaved=True)
-    return block_of(config, layer, mlp_of(config, bias=bias), bias=bias, output_bias=bias, rope=rope)
 
 
 def helium(config: Config, layer: int) -> BlockSpec:
@@ -96,13 +90,6 @@ FAMILIES = (
         {"max_position_embeddings": 524288, "num_key_value_heads": 8, "head_dim": 128, **LLAMA_KEYS}
         | {"attention_bias": True, "attention_out_bias": False},
         seed_oss,
-    ),
-    Family(
-        "Ernie4_5ForCausalLM",
-        "ernie4_5",
-        {**POSITIONS, "num_key_value_heads": 2, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 5e5}
-        | {"tie_word_embeddings": True, "use_bias": False},
-        ernie,
     ),
     Family(
         "HeliumForCausalLM",

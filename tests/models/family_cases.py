@@ -205,6 +205,17 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ),
     ("SeedOss", {"head_dim": 12, "attention_out_bias": True, "mlp_bias": True}),
     ("Ernie4_5", {"head_dim": 8, "use_bias": True}),
+    (
+        "Ernie4_5_Moe",
+        {"head_dim": 8, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20}
+        | {"num_hidden_layers": 3, "moe_layer_end_index": 1, **UNTIED},
+    ),
+    (
+        "Ernie4_5_Moe",
+        {"moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20, "moe_num_shared_experts": 0}
+        | {"moe_layer_start_index": 0, "moe_layer_interval": 2, "use_bias": True},
+    ),
+    ("MiniMaxM2", {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "rotary_dim": 4}),
     ("Apertus", {"num_key_value_heads": 4}),
     ("Apertus", {**BIAS, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
     ("DeepseekV2", {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "n_shared_experts": 2}),
@@ -218,5 +229,20 @@ CASES: list[tuple[str, dict[str, Any]]] = [
         "DeepseekV3",
         {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1}
         | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}, **BIAS},
+    ),
+    (
+        "Glm4MoeLite",
+        {**LATENT, "q_lora_rank": 12, "num_key_value_heads": 4, "num_hidden_layers": 3}
+        | {"mlp_layer_types": ["dense", "sparse", "dense"], "n_group": 2},
+    ),
+    ("Glm4MoeLite", {**LATENT, "q_lora_rank": None, "num_key_value_heads": 4, "n_shared_experts": 2}),
+    (
+        "Dots1",
+        {**EXPERTS_OF_GLM, "n_shared_experts": 2, "norm_topk_prob": True, "n_group": 4, "topk_group": 2},
+    ),
+    (
+        "Dots1",
+        {**EXPERTS_OF_GLM, "n_shared_experts": 1, "sliding_window": 7, "max_window_layers": 1, **BIAS}
+        | {"routed_scaling_factor": 2.5},
     ),
 ]

@@ -76,13 +76,14 @@ def configs_of(architecture: str, count: int) -> list[Config]:
 
 def canonical(config: Config) -> Config:
     """The Config that is read where `config` was written, as `to_json` documents."""
-    keys, scaling = models.FAMILIES[config.architecture].defaults, config.rope_scaling
-    changes: dict[str, Any] = {}
+    family, scaling = models.FAMILIES[config.architecture], config.rope_scaling
+    keys, changes = family.defaults, {name: FIELD[name].default for name in family.unwritten}
     if "layer_types" in keys and config.layer_types is None:
         kind = FULL if config.sliding_window is None or "sliding_window" not in keys else SLIDING
         listed = (kind,) * config.num_hidden_layers
         derives = {"sliding_window_pattern", "attention_chunk_size"} & keys.keys()
         derives |= {"max_window_layers", "no_rope_layer_interval"} & keys.keys() if kind == SLIDING else set()
+        derives |= {"max_window_layers"} & keys.keys() if "use_sliding_window" not in keys else set()
         changes["layer_types"] = listed if derives else None
     if "no_rope_layers" in keys and not config.no_rope_layers:
         changes["no_rope_layers"] = (1,) * config.num_hidden_layers

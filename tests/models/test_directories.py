@@ -167,6 +167,16 @@ def test_layers_that_predict_further_tokens_are_passed_over(tmp_path):
     same(models.load(tmp_path).params, model.params)
 
 
+def test_layers_of_ernie_that_predict_further_tokens_are_passed_over(directory):
+    expected = models.load(directory).params
+    for name in ("model.mtp_block.0.mlp.up_proj.weight", "model.mtp_linear_proj.0.weight", "mtp.fc.weight"):
+        retensor(directory, lambda t, name=name: t.update({name: np.ones((2, 2))}))
+    same(models.load(directory).params, expected)
+    retensor(directory, lambda t: t.update({"model.smtp_block.weight": np.ones((2, 2))}))
+    with pytest.raises(ModelError, match=r"holds model\.smtp_block\.weight"):
+        models.load(directory)
+
+
 def test_architecture_by_model_type_alone(directory):
     edit(directory / "config.json", architectures=None)
     assert models.load(directory).config.architecture == "LlamaForCausalLM"
