@@ -29,7 +29,7 @@ TIGHT_PAGES = Selection(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.standard_promotion
 def test_a_pruned_cache_lowers_the_information_and_hardly_entropic_time():
     model = models.load(EMBEDDED, "float32")
@@ -96,7 +96,7 @@ def test_a_prompt_costs_what_its_steps_cost_when_products_decide():
     assert prefill_seconds(shape, 0, **sizes) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_study_counts_the_prompt_and_one_sequence_a_step():
     rows = studies.information(workload(), 420, 0, sequences=2, scored=24)
     assert len(rows) == 4 and {r["window"] for r in rows} == {0, 1}

@@ -97,7 +97,7 @@ def test_speed_takes_turns():
     assert all(len(line) == len(head) for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_load_everyone_is_served():
     base = workload()
     small = Workload(base.subject, base.stream, 3.0, base.gains)

@@ -97,8 +97,8 @@ def alone(prompt, branch_of: int, slot: int, steps: int, controller):
     return trace, jax.tree.map(lambda x: np.asarray(x)[0], find_entropix_state(state.control))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("look", [False, *exhaustive(True)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("look", [False, True])
 def test_the_best_branch_goes_on(look):
     plan = PLAN
     controller = law(thresholds=forcing(ADAPT if look else EXPLORE))

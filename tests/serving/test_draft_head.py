@@ -36,7 +36,7 @@ def head_directory(directory, tmp_path):
     return str(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_crowd_gets_the_tokens_of_plain_decoding(model, expected, monkeypatch):  # noqa: F811
     def make_alone(name, rows, num_tokens, costs, headed):
         speculator = make_speculator(name, rows, num_tokens, costs or CHEAP, headed)

@@ -17,7 +17,6 @@ from entropic_jax.serving.options.lora import LoRAModule
 from entropic_jax.serving.request import RequestError
 from entropic_jax.speculation import PassCosts
 from tests.lora_adapters import write_adapter
-from tests.marks import exhaustive
 from tests.serving.test_engine import engine_of, engine_request, model, prompt, run  # noqa: F401
 
 PLAIN = dict(batch_invariant=False, scheduling_policy="fcfs", pruning=False)
@@ -151,10 +150,10 @@ def test_preemption_keeps_the_adapter(model, paths, expected):  # noqa: F811
         assert engine.snapshot()["preemptions"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "drafter",
-    ["suffix", *exhaustive("pruned", "auto")],
+    ["suffix", "pruned", "auto"],
 )
 def test_drafts_are_verified_under_the_adapter(
     model,  # noqa: F811

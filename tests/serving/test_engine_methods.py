@@ -21,7 +21,6 @@ from entropic_jax.serving.offline import engine as offline
 from entropic_jax.serving.options.control_options import Control
 from entropic_jax.serving.request import Request, RequestError
 from entropic_jax.state import cache
-from tests.marks import exhaustive
 from tests.serving.test_engine import (
     EXACT,
     WARM,
@@ -74,11 +73,10 @@ def crowd(seed: int = 1):
 
 
 OTHERS = ("entropy-prefill", "criti-prefill", "snapkv", "adakv", "quest")
-RARELY = exhaustive("entropyinfer", *OTHERS)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["budgeted-prefill", *RARELY])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["budgeted-prefill", "entropyinfer", *OTHERS])
 def test_as_offline_alone_and_in_a_crowd(model, tmp_path, name):
     single = engine_request("mine", prompt(85, 99), seed=5, max_tokens=30, **WARM)
     budgets = (("budget", 64),) if name in ("adakv", "quest") else ()

@@ -8,7 +8,6 @@ import pytest
 from entropic_jax.methods.registry import METHODS
 from entropic_jax.parameter_tables.prefill_options import SPARSE_METHODS
 from entropic_jax.serving.options import control_options
-from tests.marks import exhaustive
 
 
 def test_the_command_line_knows_every_method():
@@ -16,8 +15,8 @@ def test_the_command_line_knows_every_method():
     assert set(SPARSE_METHODS) == {name for name, entry in METHODS.items() if entry.prefill is not None}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["snapkv", *exhaustive("adakv", "quest")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["snapkv", "adakv", "quest"])
 def test_a_method_says_what_it_keeps_in_the_trace(entropic, directory, name):
     common = ("generate", "--model", directory, "--prompt", "a" * 90, "--json", "--temperature", "0")
     common += ("--max-tokens", "30", "--ignore-eos", "--seed", "1")

@@ -13,7 +13,6 @@ import pytest
 from entropic_jax import LLM
 from entropic_jax.serving.cli import main
 from tests.compilation import virtual_devices
-from tests.marks import exhaustive
 from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,10 +167,8 @@ print(json.dumps([answers, embeddings]))
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("preset", "pages"), [("full-lossy", "auto"), *exhaustive(("full", "int8_per_token_head"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("preset", "pages"), [("full-lossy", "auto"), ("full", "int8_per_token_head")])
 def test_an_engine_on_two_devices_gives_the_answers_of_one(preset, pages):
     environment = {**os.environ, "XLA_FLAGS": virtual_devices(2)}
     done = subprocess.run(

@@ -46,7 +46,7 @@ def test_requests_run_while_programs_are_loaded_or_compiled(folder, model):  # n
     assert first == second and compilations > 5 and again == 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_generate_command(folder, directory, entropic):
     command = (
         "generate",

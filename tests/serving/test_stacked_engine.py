@@ -39,7 +39,7 @@ def requests() -> list:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_engine_scans_and_gives_the_same_tokens(directory, monkeypatch):
     results = {}
     for layers in ("unrolled", "scanned"):

@@ -33,7 +33,6 @@ from entropic_jax.speculation import (
     suffix_drafter,
 )
 from entropic_jax.speculation.pruned import WINDOW
-from tests.marks import exhaustive
 from tests.speculation.test_head import headed
 from tests.tiny import prompts
 
@@ -103,8 +102,8 @@ def test_the_recorded_text_is_that_of_plain_decoding():
     assert recorded()[0] == engine(None)[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [HEAD, *exhaustive(SUFFIX, PRUNED)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [HEAD, SUFFIX, PRUNED])
 def test_the_engine_accepts_what_the_records_say(name):
     law = FixedLength(COSTS.law.costs, widths=SIZES)
     text, verified, accepted = engine(Speculator(endless(drafter_of(name)), law, longest_rest=0))
