@@ -15,6 +15,7 @@ from entropic_jax.analysis.chips import topology
 from entropic_jax.analysis.collectives import collectives
 from entropic_jax.methods.presets import preset
 from entropic_jax.models.sharding import check_page_shards
+from tests.marks import exhaustive
 
 CASES = json.loads((RESULTS / str(FILES["slices"])).read_text())["cases"]
 BY_NAME = {(case["model"], case["slice"]): case for case in CASES}
@@ -67,7 +68,8 @@ def test_compiled_programs_hold_what_the_plan_says_and_gather_no_weights():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("program", "tokens"), [("verify", ROWS * (DRAFTED + 1)), ("prefill", PROMPTS * CHUNK)]
+    ("program", "tokens"),
+    [*exhaustive(("verify", ROWS * (DRAFTED + 1))), ("prefill", PROMPTS * CHUNK)],
 )
 def test_a_program_of_several_tokens_exchanges_activations(program, tokens):
     pytest.importorskip("libtpu", reason="pip install -e '.[kernels]'")
