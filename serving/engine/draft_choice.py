@@ -6,6 +6,11 @@ launches from time to time, because texts change. The first of them is short, an
 launch of the other kind, steps take longer. The second is as long as any, since what a launch costs besides
 its steps weighs more in a short one.
 
+Measured times vary by more than drafts cost. But a pass costs at least a step, and emits one token that was
+not drafted. So launches with drafts are at most as much faster than plain ones as their tokens are more than
+those of them that cannot have been drafted. Where the law drafts nothing, plain launches are the faster ones,
+whatever the clock says, and a try ends with its first launch.
+
 The speed of the machine changes the rates of both kinds. So a launch that changes the rate of its kind
 scales that of the kind that waits by as much. What a change of the texts does to one kind alone shows in the
 next try.
@@ -19,6 +24,7 @@ TRIAL_STEPS = 4  # of the first launch that tries the slower kind, at most
 HOPEFUL = 0.97  # of the rate of plain launches: slower drafts are not for new sequences
 LEARNING_RATE = 0.25  # weight of the latest launch in a rate
 TRIAL_WEIGHT = 0.5  # the same of one after launches of the other kind
+PASS_COST = 1.01  # of a pass, in steps, at least
 
 
 class Rate(NamedTuple):
@@ -56,6 +62,8 @@ class DraftChoice:
         self._planned: tuple[int, bool] | None = None  # width and kind of the launch planned last
         self._latest: tuple[int, bool] | None = None  # of the launch recorded last
         self._uncounted: set[tuple[int, bool]] = set()  # those whose latest launch did not count
+        # Fraction of the tokens of launches with drafts that no draft can have been, by width.
+        self._undrafted: dict[int, float] = {}
         self._running: dict[int, bool] = {}  # the kind of the latest launch that counted, by width
 
     def drafts(self, width: int, untried: float) -> bool:
@@ -65,7 +73,7 @@ class DraftChoice:
             width: rows of the program.
             untried: fraction of the sequences for which nothing was ever drafted.
         """
-        plain, drafting = self._rate(width, False), self._rate(width, True)
+        plain, drafting = self._rate(width, False), self._drafting(width)
         if drafting.launches < LEARNING_LAUNCHES:
             return True
         learning = plain.launches < LEARNING_LAUNCHES
@@ -102,7 +110,9 @@ class DraftChoice:
         if self.tries(width, True):
             self._due[width] = LONGEST_WAIT
 
-    def record(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
+    def record(
+        self, width: int, speculates: bool, tokens: float, seconds: float, drafts: float | None = None
+    ) -> None:
         """Learn from a launch.
 
         Args:
@@ -110,26 +120,36 @@ class DraftChoice:
             speculates: whether its steps draft tokens.
             tokens: the tokens that a row emitted, on average.
             seconds: the seconds that the launch took.
+            drafts: the tokens that were drafted for a row, on average; None if that is not known.
         """
         before, counts = self._faster(width), self._counts(width, speculates)
+        idle = speculates and drafts == 0
         if counts:
-            self._learn(width, speculates, tokens, seconds)
+            self._learn(width, speculates, tokens, seconds, drafts if speculates else None)
         faster = self._faster(width)
-        if not counts and speculates != faster:
+        if not counts and speculates != faster and not idle:
             return  # its next launch counts
         if speculates == faster:
             self._due[width] = self._due.get(width, 0) - 1
         else:
             wait = min(2 * self._wait.get(width, 1), LONGEST_WAIT) if faster == before else 2
             self._due[width] = self._wait[width] = wait
+            self._uncounted.discard((width, speculates))
 
-    def _learn(self, width: int, speculates: bool, tokens: float, seconds: float) -> None:
+    def _learn(
+        self, width: int, speculates: bool, tokens: float, seconds: float, drafts: float | None
+    ) -> None:
         """Update the rates of both kinds by a launch that counts. Arguments as in `record`."""
         repeated = self._running.get(width) == speculates
         self._running[width] = speculates
         old, other = self._rate(width, speculates), self._rate(width, not speculates)
-        rate = old.with_launch(tokens, seconds, LEARNING_RATE if repeated else TRIAL_WEIGHT)
+        weight = LEARNING_RATE if repeated else TRIAL_WEIGHT
+        rate = old.with_launch(tokens, seconds, weight)
         self._rates[width, speculates] = rate
+        if drafts is not None:
+            undrafted = max(0.0, 1 - drafts / max(tokens, 1.0))
+            before = self._undrafted.get(width, undrafted)
+            self._undrafted[width] = before + weight * (undrafted - before)
         learnt = min(old.launches, other.launches) >= LEARNING_LAUNCHES and old.tokens_per_second > 0
         if repeated and learnt:
             speed = rate.tokens_per_second / old.tokens_per_second
@@ -154,7 +174,15 @@ class DraftChoice:
     def _rate(self, width: int, speculates: bool) -> Rate:
         return self._rates.get((width, speculates), Rate())
 
+    def _drafting(self, width: int) -> Rate:
+        """The rate of launches with drafts, at most what it would be if all drafts were accepted."""
+        rate, plain = self._rate(width, True), self._rate(width, False)
+        undrafted = PASS_COST * self._undrafted.get(width, 0.0)
+        if plain.launches < LEARNING_LAUNCHES or undrafted == 0:
+            return rate
+        most = plain.tokens_per_second / undrafted
+        return rate._replace(tokens_per_second=min(rate.tokens_per_second, most))
+
     def _faster(self, width: int) -> bool:
         """The kind of launch with the higher rate: whether it drafts."""
-        drafting, plain = self._rate(width, True), self._rate(width, False)
-        return drafting.tokens_per_second >= plain.tokens_per_second
+        return self._drafting(width).tokens_per_second >= self._rate(width, False).tokens_per_second

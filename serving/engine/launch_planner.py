@@ -289,12 +289,13 @@ class LaunchPlanner:
         planned = any(sequence.grammar is not None for sequence, _, _ in launch.running)
         expected = self._expected_tokens if planned else None
         self.costs.record(launch.program, measured, expected)
-        steps, seconds, tokens, _, idle = measured
+        steps, seconds, tokens, drafts, idle = measured
         if not planned and (steps > 1 or seconds > SECONDS_WHILE_PREFILLING):  # not for a first token alone
             width, speculates, rows = launch.program.width, launch.program.speculates, len(launch.running)
             # Launches differ in length, and what each costs beside its steps is no part of their rate.
             of_steps = max(seconds - LAUNCH_SECONDS, seconds / 2)
-            self.draft_choice.record(width, speculates, tokens / rows, of_steps + min(idle, LONGEST_GAP))
+            seconds = of_steps + min(idle, LONGEST_GAP)
+            self.draft_choice.record(width, speculates, tokens / rows, seconds, drafts / rows)
 
     def forced_tokens(self, running: list[Sequence], steps: int) -> Any:
         """Tokens that rows replay, int32 `[capacity, rows]`; -1 elsewhere.

@@ -1,16 +1,17 @@
 """The choice between launches with and without drafts follows what each has been measured to emit."""
 
+import numpy as np
 import pytest
 
 from entropic_jax.serving.engine.draft_choice import LONGEST_WAIT, DraftChoice
 
 
-def kinds(choice, launches, tokens, untried=0.0, width=8):
+def kinds(choice, launches, tokens, untried=0.0, width=8, drafts=None, seconds=lambda: 1.0):
     """The kinds of that many launches, whose rows emit so many tokens in a second, by kind."""
     chosen = []
     for _ in range(launches):
         speculates = choice.drafts(width, untried)
-        choice.record(width, speculates, tokens[speculates], 1.0)
+        choice.record(width, speculates, tokens[speculates], seconds(), drafts)
         chosen.append(speculates)
     return chosen
 
@@ -36,6 +37,33 @@ def test_a_machine_that_slows_down_makes_no_kind_look_faster():
         choice.record(8, speculates, {True: 1.6, False: 2.0}[speculates], seconds)
         chosen.append(speculates)
     assert chosen[40:].count(True) < 60
+
+
+def noise(spread: float):
+    """Seconds of launches that vary by a factor, in either direction."""
+    random = np.random.default_rng(0)
+    return lambda: float(np.exp(spread * random.standard_normal()))
+
+
+def test_launches_that_would_draft_nothing_are_plain_whatever_the_clock_says():
+    emitted = {True: 16.0, False: 16.0}
+    chosen = kinds(DraftChoice(), 600, emitted, drafts=0.0, seconds=noise(0.3))
+    assert chosen[50:].count(True) <= 550 // LONGEST_WAIT + 6
+    assert kinds(DraftChoice(), 600, emitted, seconds=noise(0.3)).count(True) > 100, "the noise decides nothing"
+
+
+def test_launches_that_draft_are_chosen_in_spite_of_noise():
+    emitted = {True: 32.0, False: 16.0}
+    chosen = kinds(DraftChoice(), 600, emitted, drafts=24.0, seconds=noise(0.3))
+    assert chosen[50:].count(False) < 60
+
+
+def test_the_choice_follows_texts_that_begin_and_cease_to_be_drafted():
+    choice, machine = DraftChoice(), noise(0.1)
+    kinds(choice, 100, {True: 32.0, False: 16.0}, drafts=24.0, seconds=machine)
+    assert kinds(choice, 60, {True: 16.0, False: 16.0}, drafts=0.0, seconds=machine)[20:].count(True) <= 6
+    kinds(choice, 4 * LONGEST_WAIT, {True: 32.0, False: 16.0}, drafts=24.0, seconds=machine)
+    assert kinds(choice, 60, {True: 32.0, False: 16.0}, drafts=24.0, seconds=machine).count(True) > 50
 
 
 def test_new_sequences_are_tried_with_drafts():
