@@ -49,7 +49,9 @@ def test_launches_that_would_draft_nothing_are_plain_whatever_the_clock_says():
     emitted = {True: 16.0, False: 16.0}
     chosen = kinds(DraftChoice(), 600, emitted, drafts=0.0, seconds=noise(0.3))
     assert chosen[50:].count(True) <= 550 // LONGEST_WAIT + 6
-    assert kinds(DraftChoice(), 600, emitted, seconds=noise(0.3)).count(True) > 100, "the noise decides nothing"
+    assert kinds(DraftChoice(), 600, emitted, seconds=noise(0.3)).count(True) > 100, (
+        "the noise decides nothing"
+    )
 
 
 def test_launches_that_draft_are_chosen_in_spite_of_noise():
