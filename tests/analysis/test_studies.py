@@ -76,7 +76,7 @@ def test_a_state_serves_every_configuration_and_stays_whole():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.cache), before)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     rows = studies.quality(workload(), 420, 0, names=PRESETS, sequences=2, scored=24)
     by_preset = {r["preset"]: {k: v for k, v in r.items() if k != "preset"} for r in rows}
@@ -88,7 +88,7 @@ def test_under_teacher_forcing_temperature_and_schedule_change_nothing():
     assert len(lines) == len(PRESETS) and all(len(line) == len(head) for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_speed_takes_turns():
     rows = studies.speed(workload(), 60, names=("off", "meso-lossy"), steps=4, repeat=3)
     assert [r["preset"] for r in rows[:4]] == ["off", "meso-lossy", "meso-lossy", "off"]

@@ -51,7 +51,7 @@ FAST = ("Llama", "int8", "off", "no drafts")
 ALL = [(family, *choices) for family, both in COMBINATIONS.items() for choices in both]
 ALL += [(family, *choices) for i, family in enumerate(OTHERS) for choices in PAIRS[i % len(PAIRS)]]
 # Unusual families meet one of their two combinations in CI, as does Llama.
-SLOW = [(family, *COMBINATIONS[family][0]) for family in ("Llama4", "GptOss", "Cohere2")]
+SLOW = [(family, *COMBINATIONS[family][0]) for family in ("Llama4", "GptOss")]
 EACH = [FAST, *keep((case for case in ALL if case != FAST), *SLOW, marks=pytest.mark.slow)]
 
 

@@ -49,7 +49,7 @@ def sampled(control: Control, seed: int = 1):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["entropix", "dslider", *exhaustive("entropix-as-released")])
+@pytest.mark.parametrize("name", ["entropix", *exhaustive("dslider", "entropix-as-released")])
 def test_alone_in_a_crowd_and_as_offline(model, calibration, name):
     control = Control(name)
     for engine in engine_of(model, calibration, name, block_size=64):  # as offline: agreement is over pages

@@ -12,7 +12,7 @@ from entropic_jax.serving.request import Request, RequestError
 LONGEST = 40  # not a multiple of a page
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_texts_end_with_the_context_of_the_model(tmp_path):
     """The last position holds a token, and the token that it predicts is the last of the text."""
     free = models.load()

@@ -268,6 +268,7 @@ def test_steps_of_a_head_are_cheaper_than_passes():
     assert costs.draft_step is not None and costs.draft_step[0] > 0
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_head_are_timed():
     decoder, params = headed(window=16)
     costs = measure_pass_costs(

@@ -131,7 +131,7 @@ def exported(shape: Shape, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_command_measures_an_exported_model(tmp_path: Path):
     options = argparse.Namespace(
         model=exported(SPARSE, tmp_path), held_out=None, files=2, calibration_files=2, tokens=12, prices=1

@@ -97,7 +97,7 @@ def records(name: str):
     return drafts_of(name, text, steps, POSITIONS, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_recorded_text_is_that_of_plain_decoding():
     assert recorded()[0] == engine(None)[0]
 
