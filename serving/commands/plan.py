@@ -116,7 +116,7 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     from entropic_jax.methods.presets import preset
     from entropic_jax.models import ModelError
     from entropic_jax.models.model import read_config
-    from entropic_jax.models.sharding import check_page_shards, check_sizes
+    from entropic_jax.models.sharding import BOTH_SIZES, check_page_shards, check_sizes
 
     try:
         slice_ = topology(options.topology)
@@ -134,8 +134,10 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
         check_page_shards(config, slice_.devices, page_shards)
         check_groups_of(config, options.quantization, slice_.devices // experts, experts)
     except (ModelError, OSError) as error:
-        if str(error).startswith("tensor_parallel_size must"):  # which follows from the chips
-            raise ParameterError(f"--topology {options.topology}: {error}", "topology") from None
+        if str(error).startswith("tensor_parallel_size"):  # which follows from the chips, as does the product
+            size = "the number of chips" if experts == 1 else "the number of chips along tensor"
+            reason = str(error).replace(BOTH_SIZES, "the number of chips").replace("tensor_parallel_size", size)
+            raise ParameterError(f"--topology {options.topology}: {reason}", "topology") from None
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)
     setting = preset(chosen, options.max_num_seqs, platform=slice_.chip.platform)

@@ -255,7 +255,10 @@ def test_the_text_of_a_plan_of_several_engines(model, capsys):
             "--expert-parallel-size must divide the chips of an engine, 2; got 4",
         ),
         (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
-        (["--topology", "v5e:4x4"], "must divide num_key_value_heads, 4, or be a multiple of it that"),
+        (
+            ["--topology", "v5e:4x4"],
+            "--topology v5e:4x4: the number of chips must divide num_key_value_heads, 4, or be a multiple of it",
+        ),
         (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
         (
             ["--topology", "v5e:2x2", "--expert-parallel-size", "3"],
