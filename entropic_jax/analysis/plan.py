@@ -5,6 +5,7 @@ compiler's, and its total of what a chip holds is compared with the shapes'.
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -104,6 +105,7 @@ class WeightBytes(NamedTuple):
     experts: int  # of these, the matrices of all experts
 
 
+@functools.lru_cache(maxsize=128)  # a plan asks for each batch, and for each slice that might fit
 def weight_bytes(
     config: Config, devices: int, dtypes: Dtypes, experts: int = 1, page_shards: int | None = None
 ) -> WeightBytes:

@@ -66,10 +66,10 @@ def test_a_compiler_that_crashes_leaves_the_plan_from_shapes(model, capsys, monk
 
 
 def test_a_slice_that_is_too_small_is_not_proposed(tmp_path, capsys):
-    config = {**CONFIG, "num_hidden_layers": 200, "num_key_value_heads": 1}
+    config = {**CONFIG, "num_hidden_layers": 20, "num_key_value_heads": 1}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["plan", "--model", str(tmp_path), "--topology", "v5e:2x4", "--no-compile"]
-    arguments += ["--max-num-seqs", "300", "--max-model-len", "4096", "--decode-context-parallel-size", "1"]
+    arguments += ["--max-num-seqs", "300", "--max-model-len", "40960", "--decode-context-parallel-size", "1"]
     main(arguments)
     line = next(line for line in capsys.readouterr().out.splitlines() if "sequences of" in line)
     assert "not the 300" in line and "on v5e:2x4" not in line, line

@@ -63,6 +63,7 @@ def test_a_replay_reads_what_a_parallel_pass_reads():
     np.testing.assert_allclose(replayed.entropy.T, every.entropy, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_regression_expects_what_depends_on_its_features():
     rng = np.random.default_rng(0)
     weights = rng.standard_normal((2, 2, 6))
