@@ -136,7 +136,9 @@ def make(options: argparse.Namespace) -> "tuple[Plan, str, Ways]":
     except (ModelError, OSError) as error:
         if str(error).startswith("tensor_parallel_size"):  # which follows from the chips, as does the product
             size = "the number of chips" if experts == 1 else "the number of chips along tensor"
-            reason = str(error).replace(BOTH_SIZES, "the number of chips").replace("tensor_parallel_size", size)
+            reason = (
+                str(error).replace(BOTH_SIZES, "the number of chips").replace("tensor_parallel_size", size)
+            )
             raise ParameterError(f"--topology {options.topology}: {reason}", "topology") from None
         raise ParameterError(f"--model {options.model}: {error}", "model") from None
     chosen = options.preset or speculation_options.default_preset(divided=slice_.devices > 1)

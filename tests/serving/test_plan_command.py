@@ -106,7 +106,7 @@ def test_a_plan_of_a_model_for_one_chip(architecture, tmp_path, capsys):
     if numbers == 576:
         with pytest.raises(SystemExit):
             main([*arguments, "--topology", "v5e:2x2"])
-        assert "tensor_parallel_size must be 1" in capsys.readouterr().err
+        assert "the number of chips must be 1" in capsys.readouterr().err
 
 
 def test_a_plan_counts_the_copies_of_kv_heads(model, capsys):
