@@ -257,7 +257,7 @@ def test_the_text_of_a_plan_of_several_engines(model, capsys):
         (["--topology", "v9:2x2"], "topology must be one of v4, v5e, v5p, v6e"),
         (
             ["--topology", "v5e:4x4"],
-            "--topology v5e:4x4: the number of chips must divide num_key_value_heads, 4, or be a multiple of it",
+            "--topology v5e:4x4: the number of chips must divide num_key_value_heads, 4, or be a multiple",
         ),
         (["--topology", "v5e:2x2", "--model", "/nowhere"], "/nowhere"),
         (
