@@ -178,10 +178,10 @@ class Config:
         object.__setattr__(self, "head_dim", self.head_dim or self.hidden_size // heads)
         groups = heads % self.num_key_value_heads == 0
         _require(groups, self, "num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
+        fits = self.rotary_width <= self.head_dim and self.rotary_width % 2 == 0
+        _require(fits, self, "rotary_width", f"an even number of at most head_dim, {self.head_dim}")
         even = self.head_dim % 2 == 0 and self.head_dim > 0 and self.rotary_dim % 2 == 0
         _require(even, self, "head_dim", "an even number (positions rotate pairs)")
-        fits = self.rotary_width <= self.head_dim
-        _require(fits, self, "rotary_width", f"at most head_dim, {self.head_dim}")
         for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
             value = getattr(self, name)
             unset = value is None or (value == () and name == "no_rope_layers")

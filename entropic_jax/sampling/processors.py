@@ -41,7 +41,7 @@ def latest_of(text: Sequence[int]) -> np.ndarray:
 def with_prompts(blank: History, prompts: Sequence[Sequence[int]]) -> History:
     """A blank history with the prompt of each row, whose new arrays are NumPy's."""
     if not any(map(len, prompts)):
-        return blank
+        return blank  # of a plan, too, whose vocabulary may be larger than memory
     mask = np.zeros(blank.prompt.shape, bool)
     for row, prompt in enumerate(prompts):
         mask[row, np.asarray(prompt, np.int64)] = True

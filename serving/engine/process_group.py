@@ -33,7 +33,7 @@ from .process_channel import Connection, Message, accept, connect, listen
 log = logging.getLogger(__name__)
 ENDED = 1  # exit status of a process that cannot go on
 BEAT = 1.0  # seconds between signs of life
-SILENT_BEATS = 8  # without one, after which a process counts as dead; compilers delay one by less than 1 s
+SILENT_BEATS = 8  # without one, after which a process counts as dead
 FIRST_LAUNCH = 300  # seconds that a program's first launch may take before it counts as stuck in a collective
 LAUNCH = 8  # seconds that its later ones may take at least,
 LAUNCH_RATIO = 100  # and as a multiple of the longest before, up to FIRST_LAUNCH

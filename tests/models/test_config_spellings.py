@@ -135,6 +135,11 @@ REFUSED = {
         {"n_routed_experts": [1, "a"]},
         "n_routed_experts must be an integer",
     ),
+    "rotation of MiniMax": (
+        "MiniMaxM2",
+        {"head_dim": 8, "rotary_dim": 3},
+        "rotary_dim must be an even number of at most head_dim, 8; got 3",
+    ),
     "window of Llama 4": (
         "Llama4",
         {"layer_types": ["sliding_attention", FULL]},
