@@ -43,8 +43,9 @@ REGISTERED = {  # the class of a model_type, where the files state none
     "olmoe": NEOX,
 }
 TOKENIZER_JSON_ALONE = {  # values of model_type for which transformers reads no class
-    *("mistral", "ministral", "ministral3", "mistral3", "mixtral", "ernie4_5", "phi3", "olmo2", "olmo3"),
-    *("granite", "granitemoe", "glm", "glm4", "glm4_moe", "nemotron", "stablelm", "llava", "llava_next"),
+    *("mistral", "ministral", "ministral3", "mistral3", "mixtral", "ernie4_5", "ernie4_5_moe", "phi3"),
+    *("olmo2", "olmo3", "granite", "granitemoe", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "minimax_m2"),
+    *("nemotron", "stablelm", "llava", "llava_next"),
 }
 WHATEVER_IS_STATED = ("qwen2",)  # values of model_type of which the registered class reads all directories
 UNKNOWN = {  # other classes that replace parts of a BPE tokenizer.json

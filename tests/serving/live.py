@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import sys
 import threading
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,7 +25,14 @@ class Live:
         self.thread = threading.Thread(target=self._run)
 
     def _run(self) -> None:
-        asyncio.run(self.server.serve(sockets=[self.listener]))
+        with asyncio.Runner() as runner:
+            self.loop = runner.get_loop()
+            runner.run(self.server.serve(sockets=[self.listener]))
+
+    def state(self) -> str:
+        """What every thread does, and what the server's tasks wait for."""
+        stacks = ("".join(traceback.format_stack(frame)) for frame in sys._current_frames().values())
+        return "\n\n".join((*stacks, *map(repr, asyncio.all_tasks(self.loop))))
 
 
 @contextlib.contextmanager
@@ -38,8 +47,8 @@ def serving(frontend: Frontend, tracer_provider: Any = None) -> Iterator[Live]:
         yield live
     finally:
         live.server.should_exit = True
-        live.thread.join(20)
-        assert not live.thread.is_alive()
+        live.thread.join(60)
+        assert not live.thread.is_alive(), live.state()
 
 
 def refused(answer: httpx2.Response, status: int) -> dict:
