@@ -13,6 +13,7 @@ import numba
 from numba.core.codegen import JITCodeLibrary, JITCPUCodegen
 from numba.core.compiler import Compiler
 from numba.core.registry import cpu_target
+from numba.core.runtime.context import NRTContext
 
 UNWRAPPED = dict(no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
@@ -22,6 +23,13 @@ class _Library(JITCodeLibrary):
 
     def _finalize_specific(self) -> None:
         """Make no machine code."""
+
+    def _optimize_final_module(self) -> None:
+        """Inline and drop the counts of references, and no more: `code_cache` optimises whole kernels."""
+        cheap, builder = self._codegen._module_pass_manager(
+            loop_vectorize=False, slp_vectorize=False, opt=0, cost="cheap"
+        )
+        cheap.run(self._final_module, builder)
 
     def get_pointer_to_function(self, name: str) -> int:
         """Link the code; zero, which stands for a function that is not there."""
@@ -49,8 +57,20 @@ def _stand_in(library: Any, fndesc: Any, env: Any) -> Any:
     return "{{{}}}".format("Python cannot call a part of a kernel").format  # it finds nothing of that name
 
 
+class _NoReferences(NRTContext):
+    """Numba's runtime for kernels: their arrays own no memory, so nobody counts who refers to it."""
+
+    def incref(self, builder: Any, typ: Any, value: Any) -> None:
+        """Emit nothing."""
+
+    def decref(self, builder: Any, typ: Any, value: Any) -> None:
+        """Emit nothing."""
+
+
 _context = cpu_target.target_context.subtarget(
-    _internal_codegen=_Codegen("entropic_jax"), get_executable=_stand_in
+    _internal_codegen=_Codegen("entropic_jax"),
+    get_executable=_stand_in,
+    nrt=_NoReferences(cpu_target.target_context, True),
 )
 
 

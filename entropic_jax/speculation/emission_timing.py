@@ -25,6 +25,7 @@ from .drafter import ControlledModel
 from .pass_costs import PassCosts
 from .registry import make_speculator
 from .speculator import Speculator, draft, verify_and_emit
+from .timed_launch import TimedLaunch
 
 PASSES = 32  # of a launch, as of an engine: what the launch costs is part of it
 # A further token costs as much as the first, and a draft step more than all: no draft is worth its pass.
@@ -44,8 +45,8 @@ class _NoControl:
 
 def emitting_launches(
     decoder: Decoder, params: Any, rows: int, length: int, most_tokens: int, **cache_options: Any
-) -> tuple[Callable[[], int], Callable[[], int]]:
-    """Functions that run a launch of passes, and of plain steps; both wait, and return their number.
+) -> tuple[TimedLaunch, TimedLaunch]:
+    """A launch of passes, and one of plain steps.
 
     All of them emit a token a row. The passes decide about drafts as those of an engine do, and draft none.
 
@@ -73,14 +74,12 @@ def emitting_launches(
         speculator=speculator,
     )
     kinds = partial(_pass, decoder, speculator), partial(_step, decoder)
-    passes, steps = (_launch(kind, params, state) for kind in kinds)
-    return passes, steps
+    passes, steps = (EmittingProgram(kind, params, state) for kind in kinds)
+    return TimedLaunch(passes.compile, passes.run), TimedLaunch(steps.compile, steps.run)
 
 
-def _launch(
-    advance: Callable[[Any, State], tuple[State, Trace]], params: Any, state: State
-) -> Callable[[], int]:
-    """A function that runs a launch, waits for it, and returns the number of its passes or steps.
+class EmittingProgram:
+    """A program that runs a launch of passes or steps from a state, which it leaves as it is.
 
     Args:
         advance: the state and the trace after a pass or a step of these parameters and the state before.
@@ -88,17 +87,25 @@ def _launch(
         state: before the launch.
     """
 
-    def launch(params: Any, state: State) -> tuple[Any, Trace]:
-        after, trace = jax.lax.scan(lambda current, _: advance(params, current), state, None, PASSES)
-        return changed_fields(after), trace  # what is not returned would not be computed
+    def __init__(
+        self, advance: Callable[[Any, State], tuple[State, Trace]], params: Any, state: State
+    ) -> None:
+        self._advance, self._arguments = advance, (params, state)
+        self._program: Any = None
 
-    program = jax.jit(launch)
+    def compile(self) -> None:
+        """Compile the program."""
+        self._program = jax.jit(self._launch).lower(*self._arguments).compile()
 
-    def run() -> int:
-        jax.block_until_ready(program(params, state))
+    def run(self, passes: int) -> int:
+        """Run the launch, wait for it, and return the number of its passes, whatever was requested."""
+        jax.block_until_ready(self._program(*self._arguments))
         return PASSES
 
-    return run
+    def _launch(self, params: Any, state: State) -> tuple[Any, Trace]:
+        step = lambda current, _: self._advance(params, current)
+        after, trace = jax.lax.scan(step, state, None, PASSES)
+        return changed_fields(after), trace  # what is not returned would not be computed
 
 
 def _pass(decoder: Decoder, speculator: Speculator, params: Any, state: State) -> tuple[State, Trace]:

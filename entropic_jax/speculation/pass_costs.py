@@ -62,6 +62,14 @@ class PassCosts(NamedTuple):
         farthest = self.farther[-1][0] if self.farther else 0
         return self.tokens[-1] >= tokens and (batch is None or farthest >= batch[0] * batch[1])
 
+    def up_to(self, tokens: int) -> "PassCosts":
+        """The costs with those of a pass of so many tokens, if all that were timed are smaller."""
+        last = self.tokens[-1]
+        if last >= tokens:
+            return self
+        more = float(_interpolate([tokens], self.tokens, self.seconds)[0])
+        return self._replace(tokens=(*self.tokens, tokens), seconds=(*self.seconds, more))
+
     def draft_step_costs(self, rows: int) -> tuple[float, float]:
         """Seconds of a step of the pruned drafter for all rows, and those that each cached position adds.
 

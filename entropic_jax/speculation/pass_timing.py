@@ -1,11 +1,11 @@
 """Pass costs of this machine: times forward passes of a model over several tokens, for the draft-length law.
 
-The passes run on scratch pages, a few times each and in turn. The shortest time counts: what else the machine
-does only adds to it.
+The passes run on scratch pages, a few times each and in turn. Those that would take seconds are not timed:
+they compute, and cost in proportion to their tokens.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,13 +18,16 @@ from ..attention.window_pages import WindowPages
 from ..entropy import entropy_statistics
 from ..pallas.gumbel_argmax import gumbel_argmax
 from ..phases.drafting_decoder import DraftingDecoder
+from ..phases.forward import narrowest
 from ..phases.headed_decoder import HeadedDecoder, HeadSteps
 from ..sampling import sample
 from ..state.cache import Cache, allocate, grant
 from ..state.decoder import Decoder
+from ..state.ledger import default_hardware
 from ..state.sampling_parameters import parameters
 from .emission_timing import emitting_launches
 from .pass_costs import PassCosts
+from .timed_launch import TimedLaunch, least_seconds
 
 SHORT = 64  # cached positions of a row where products are timed
 NEAR = 1024  # where attention is timed, besides a long context: processors' caches may hold what it reads
@@ -32,6 +35,9 @@ LARGEST_WIDTH = 16  # tokens of a row; a larger pass has more rows
 TOKENS_OF_LAUNCH = 512  # enough passes that dispatching them, and a cold first pass, count little
 MOST_PASSES, FEWEST_PASSES = 32, 4  # of a launch
 EMITTING_ROWS = 8  # of a batch whose emission is timed
+LONGEST_PASS = 2.0  # seconds of its products by a roofline, above which a pass of many tokens is not timed
+ALWAYS_TIMED = 4  # tokens of a pass that is timed however long it takes
+LONGEST_EMITTING = 0.02  # seconds of a step by a roofline, above which what emission adds to it is neglected
 
 
 class PassShape(NamedTuple):
@@ -69,7 +75,7 @@ def measure_pass_costs(
         context: the most cached positions of a row at which attention is timed, above 64.
         page_size: positions per page, by default that of the device.
         dtype: the dtype of keys and values, as for `cache.allocate`.
-        repeat: how often each pass is timed, at least once.
+        repeat: how often each pass is timed at most, at least once; less often where that takes long.
         pages: those that the pruned drafter reads; None does not time steps of drafters. With a draft model,
             its steps are timed instead, with a draft head those of the head, too.
         batch: rows, and cached positions of each, of a batch whose keys and values do not fit the processor's
@@ -79,41 +85,61 @@ def measure_pass_costs(
         ValueError: for an argument out of range.
     """
     _check(most_tokens, context, repeat, batch)
-    shapes = _shapes(most_tokens, context, batch)
-
-    def run(shape):
-        return _pass(decoder, params, shape, page_size, dtype)
-
-    drafting: list[Any] = [] if pages is None else [(decoder, params, pages)]
-    if drafting and isinstance(decoder, DraftingDecoder):
-        drafting = [(decoder.draft_model, params.draft, None)]
-    if drafting and isinstance(decoder, HeadedDecoder):
-        drafting.append((decoder.draft_model, params, None))
-    drafts = [
-        _pass(model, weights, PassShape(1, 1, length), page_size, dtype, read, drafts=True)
-        for model, weights, read in drafting
-        for length in (SHORT, context)
-    ]
+    per_token = 2 * decoder.shape.weights / float(default_hardware().peak)
+    timed = [n for n in _sizes(most_tokens) if n <= ALWAYS_TIMED or per_token * n <= LONGEST_PASS]
+    shapes = _shapes(timed[-1], context, batch)
+    programs = _programs(decoder, params, shapes, page_size, dtype)
+    of_passes = [[_launch_of(programs[shape.rows, shape.width], shape) for shape in part] for part in shapes]
+    drafting = [] if pages is None else _drafting(decoder, params, pages)
+    longest = PassShape(1, 1, context)
+    step = partial(PassProgram, shape=longest, page_size=page_size, dtype=dtype, drafts=True)
+    steps = [step(model, weights, read) for model, weights, read in drafting]
+    of_drafts = [_launch_of(step, longest._replace(length=n)) for step in steps for n in (SHORT, context)]
     rows, most_drafts = (1, min(EMITTING_ROWS, most_tokens)), shapes.near[-1].width - 1
     options = dict(page_size=page_size, dtype=jnp.dtype(dtype).name)
-    launches = [emitting_launches(decoder, params, n, SHORT, most_drafts, **options) for n in rows]
-    emitting = [launch for kind in zip(*launches, strict=True) for launch in kind]
-    parts = [*([run(shape) for shape in part] for part in shapes), drafts, emitting]
-    seconds = iter(_least_seconds([launch for part in parts for launch in part], repeat))
-    *of_passes, of_drafts, of_emitting = (list(islice(seconds, len(part))) for part in parts)
-    costs = _costs_of_model(shapes, of_passes)
-    of_model = np.interp(rows, [shape.rows * shape.width for shape in shapes.short], of_passes[0])
-    costs = costs._replace(
-        emission=_emission(rows, of_emitting[:2], of_model),
-        step_emission=_emission(rows, of_emitting[2:], of_model),
-    )
+    of_emission = _emitting(decoder, params, rows, most_drafts, options)
+    parts = [*of_passes, of_drafts, of_emission]
+    seconds = iter(least_seconds([launch for part in parts for launch in part], repeat))
+    *passes, draft_steps, emitting = (list(islice(seconds, len(part))) for part in parts)
+    costs = _costs_of_model(shapes, passes)
+    if emitting:
+        of_model = np.interp(rows, [shape.rows * shape.width for shape in shapes.short], passes[0])
+        costs = costs._replace(
+            emission=_emission(rows, emitting[:2], of_model),
+            step_emission=_emission(rows, emitting[2:], of_model),
+        )
     of_position = (costs.farther[0][1] if shapes.long else costs.seconds_per_position)[0]
-    steps = [
-        _draft_step(model, (short, long), context, of_position)
-        for (model, _, _), short, long in zip(drafting, of_drafts[::2], of_drafts[1::2], strict=True)
-    ]
-    draft_step, head_step = (*steps, None, None)[:2]
-    return costs._replace(draft_step=draft_step, head_step=head_step)
+    kinds = zip(drafting, draft_steps[::2], draft_steps[1::2], strict=True)
+    of_kinds = [_draft_step(model, times, context, of_position) for (model, *_), *times in kinds]
+    draft_step, head_step = (*of_kinds, None, None)[:2]
+    return costs._replace(draft_step=draft_step, head_step=head_step).up_to(most_tokens)
+
+
+def _drafting(decoder: Decoder, params: Any, pages: WindowPages) -> list[tuple[Any, Any, WindowPages | None]]:
+    """The functions, parameters and pages of each kind of draft step that is timed, the head's last."""
+    if isinstance(decoder, DraftingDecoder):
+        return [(decoder.draft_model, params.draft, None)]
+    pruned = decoder, params, pages
+    return [pruned, (decoder.draft_model, params, None)] if isinstance(decoder, HeadedDecoder) else [pruned]
+
+
+def _emitting(
+    decoder: Decoder, params: Any, rows: Sequence[int], most_drafts: int, options: Any
+) -> list[TimedLaunch]:
+    """Launches of passes that emit, with each number of rows, and of plain steps; none for a large model.
+
+    Args:
+        decoder: the functions of the model.
+        params: its parameters.
+        rows: numbers of rows.
+        most_drafts: k, for which passes have room.
+        options: page size and dtype of the cache.
+    """
+    read = decoder.shape.weights * narrowest(params)
+    if read / float(default_hardware().bandwidth) > LONGEST_EMITTING:
+        return []
+    pairs = [emitting_launches(decoder, params, n, SHORT, most_drafts, **options) for n in rows]
+    return [launch for kind in zip(*pairs, strict=True) for launch in kind]
 
 
 class PassShapes(NamedTuple):
@@ -125,15 +151,22 @@ class PassShapes(NamedTuple):
     many: list[PassShape]  # of a batch; there may be none
 
 
+def _sizes(most_tokens: int) -> list[int]:
+    """Powers of two up to a number of tokens."""
+    return [1 << n for n in range(most_tokens.bit_length())]
+
+
 def _shapes(most_tokens: int, context: int, batch: tuple[int, int] | None) -> PassShapes:
     """The passes that `measure_pass_costs` times, which has these arguments."""
-    sizes = [1 << n for n in range(most_tokens.bit_length())]
+    sizes = _sizes(most_tokens)
     widths = [size for size in sizes if size <= LARGEST_WIDTH]
     return PassShapes(
         [PassShape(-(-size // LARGEST_WIDTH), min(size, LARGEST_WIDTH), SHORT) for size in sizes],
         [PassShape(1, width, min(NEAR, context)) for width in widths],
         [PassShape(1, width, context) for width in widths] if context > NEAR else [],
-        [PassShape(batch[0], n, batch[1]) for n in widths if batch[0] * n <= most_tokens] if batch else [],
+        [PassShape(batch[0], n, batch[1]) for n in widths if n == 1 or batch[0] * n <= most_tokens]
+        if batch
+        else [],
     )
 
 
@@ -158,7 +191,7 @@ def _costs_of_model(shapes: PassShapes, seconds: list[list[float]]) -> PassCosts
 
 
 def _draft_step(
-    model: Any, seconds: tuple[float, float], context: int, of_position: float
+    model: Any, seconds: Sequence[float], context: int, of_position: float
 ) -> tuple[float, float]:
     """Cost of a step of a drafter without context, and of each cached position.
 
@@ -230,32 +263,63 @@ def _ascending(seconds: np.ndarray) -> np.ndarray:
     return np.maximum(0.0, np.minimum.accumulate(seconds[::-1])[::-1])
 
 
-def _pass(
-    decoder: Decoder,
-    params: Any,
-    shape: PassShape,
-    page_size: int | None,
-    dtype: Any,
-    pages: WindowPages | None = None,
-    drafts: bool = False,
-) -> Callable[[], int]:
-    """A function that runs a launch of passes of one shape, waits for it, and returns their number.
+class PassProgram:
+    """A program of passes of one size, with any number of cached positions, and the pages that it runs on.
 
     Args:
-        decoder, params, page_size, dtype: as for `measure_pass_costs`.
-        shape: the shape of the passes.
+        decoder: the functions of the model.
+        params: its parameters.
         pages: read by steps of the pruned drafter; None for all.
+        shape: the shape of the passes, with the most cached positions.
+        page_size: as for `measure_pass_costs`.
+        dtype: as for `measure_pass_costs`.
         drafts: whether the passes are steps of a drafter, which also sample and measure.
     """
-    rows, width, length = shape
-    cache = allocate(decoder.shape, rows, length + width, page_size=page_size, dtype=dtype)
-    # Of memory that was never written to, the system would show the same few bytes everywhere.
-    cache = cache._replace(layers=jax.tree.map(jnp.zeros_like, cache.layers))
-    cache, _ = grant(cache, jnp.full(rows, length + width, jnp.int32))
-    span = TokenSpan(jnp.full(rows, length, jnp.int32), jnp.full(rows, width, jnp.int32))
-    position = span.start[:, None] + jnp.arange(width)
 
-    def launch(params: Any, cache: Cache) -> tuple[Cache, jax.Array]:
+    def __init__(
+        self,
+        decoder: Any,
+        params: Any,
+        pages: WindowPages | None,
+        shape: PassShape,
+        page_size: int | None,
+        dtype: Any,
+        *,
+        drafts: bool = False,
+    ) -> None:
+        self._decoder, self._params, self._pages = decoder, params, pages
+        self._shape, self._drafts = shape, drafts
+        rows, width, length = shape
+        cache = allocate(decoder.shape, rows, length + width, page_size=page_size, dtype=dtype)
+        # Of memory that was never written to, the system would show the same few bytes everywhere.
+        cache = cache._replace(layers=jax.tree.map(jnp.zeros_like, cache.layers))
+        self._cache, _ = grant(cache, jnp.full(rows, length + width, jnp.int32))
+        self._program: Any = None
+
+    def compile(self) -> None:
+        """Compile the program."""
+        arguments = self._params, self._cache, np.int32(0), np.int32(1)
+        self._program = jax.jit(self._launch, donate_argnums=1).lower(*arguments).compile()
+
+    def run(self, length: int, passes: int) -> int:
+        """Run a launch, wait for it, and return its number of passes.
+
+        Args:
+            length: cached positions of a row.
+            passes: the number of passes.
+        """
+        self._cache, tokens = self._program(self._params, self._cache, np.int32(length), np.int32(passes))
+        tokens.block_until_ready()
+        return passes
+
+    def _launch(
+        self, params: Any, cache: Cache, length: jax.Array, passes: jax.Array
+    ) -> tuple[Cache, jax.Array]:
+        rows, width, _ = self._shape
+        span = TokenSpan(jnp.full(rows, length), jnp.full(rows, width, jnp.int32))
+        position = span.start[:, None] + jnp.arange(width)
+        decoder, pages = self._decoder, self._pages
+
         def body(_: Any, carry: Any) -> Any:
             layers, tokens = carry
             current = cache._replace(layers=layers)
@@ -264,21 +328,33 @@ def _pass(
                 params, tokens, position, layers, attend_to(current, span, reader)
             )
             # The next pass depends on the logits of this one, so that none is left out.
-            return layers, jnp.minimum(_next_tokens(decoder.logits(params, hidden), drafts), 1)
+            return layers, jnp.minimum(_next_tokens(decoder.logits(params, hidden), self._drafts), 1)
 
         start = cache.layers, jnp.zeros((rows, width), jnp.int32)
-        layers, tokens = jax.lax.fori_loop(0, shape.passes, body, start)
+        layers, tokens = jax.lax.fori_loop(0, passes, body, start)
         return cache._replace(layers=layers), tokens
 
-    program = jax.jit(launch, donate_argnums=1)
 
-    def run() -> int:
-        nonlocal cache
-        cache, tokens = program(params, cache)
-        tokens.block_until_ready()
-        return shape.passes
+def _programs(
+    decoder: Decoder, params: Any, shapes: PassShapes, page_size: int | None, dtype: Any
+) -> dict[tuple[int, int], PassProgram]:
+    """The programs of all passes, by rows and width; those that differ in their positions alone share one.
 
-    return run
+    Args:
+        decoder, params, page_size, dtype: as for `measure_pass_costs`.
+        shapes: the passes.
+    """
+    longest: dict[tuple[int, int], PassShape] = {}
+    for shape in (shape for part in shapes for shape in part):
+        key = shape.rows, shape.width
+        longest[key] = max(shape, longest.get(key, shape))
+    make = partial(PassProgram, decoder, params, None, page_size=page_size, dtype=dtype)
+    return {key: make(shape=shape) for key, shape in longest.items()}
+
+
+def _launch_of(program: PassProgram, shape: PassShape) -> TimedLaunch:
+    """A launch of a program's passes with as many cached positions as a shape says."""
+    return TimedLaunch(program.compile, partial(program.run, shape.length), shape.passes)
 
 
 def _next_tokens(logits: jax.Array, sampled: bool) -> jax.Array:
@@ -292,15 +368,3 @@ def _next_tokens(logits: jax.Array, sampled: bool) -> jax.Array:
     token = sample(flat, warm, warm.temperature, jax.random.key(0), seed, seed)
     measured = entropy_statistics(flat).entropy >= 0
     return jnp.where(measured, token, 0)[:, None]
-
-
-def _least_seconds(launches: Sequence[Callable[[], int]], repeat: int) -> list[float]:
-    """Seconds of a pass of each launch: the least of `repeat` turns, after one that compiles."""
-    seconds: list[list[float]] = [[] for _ in launches]
-    for repetition in range(repeat + 1):
-        for launch, values in zip(launches, seconds, strict=True):
-            began = time.perf_counter()
-            passes = launch()
-            if repetition:
-                values.append((time.perf_counter() - began) / passes)
-    return [min(values) for values in seconds]

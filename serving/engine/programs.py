@@ -1,5 +1,6 @@
 """Compiled programs over the device state, one for each shape, and a count of late compilations."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from .program_memory import ProgramMemory
 from .program_shapes import DecodeProgram, Shapes
 from .timed_sizes import timed_sizes
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 SHORTEST_TIMED = 512  # positions of the context below which reading the cache is too quick to be timed
 TIMING = threading.Lock()  # engines of one process time their passes one after the other
@@ -120,7 +122,8 @@ class Programs:
             if known != self.known_costs:  # another engine of this process has timed them meanwhile
                 self._use_costs(known)
             return
-        launches = self.launches
+        launches, begin = self.launches, time.monotonic()
+        logger.info("timing forward passes, which later starts find on disk")
         costs = measure_pass_costs(
             *self._alone,
             **sizes._asdict(),
@@ -128,6 +131,7 @@ class Programs:
             dtype=jnp.dtype(cache.layers[0].keys.dtype).name,
             pages=WINDOW,
         )
+        logger.info("forward passes timed", extra={"seconds": round(time.monotonic() - begin, 1)})
         if not costs.valid():  # other work on the machine has hidden what passes cost
             return
         if self.launches == launches:  # requests that run meanwhile make passes look slow

@@ -104,12 +104,13 @@ class Warmup:
         return compiler is None or compiler.stop(timeout)
 
     def _compiled(self, failure: BaseException | None) -> None:
-        if failure is None and not self.ended.is_set():
-            with self._lock:
+        with self._lock:
+            if failure is None and not self.ended.is_set():
                 done = sum(map(self._programs.is_compiled, self._keys))
-                self._progress(done, len(self._keys))
-                if done == len(self._keys) and not self.ended.is_set():
+                if done == len(self._keys):
                     failure = self._end()
+                if failure is None:
+                    self._progress(done, len(self._keys))
         self._notify(failure)
 
     def _end(self) -> BaseException | None:

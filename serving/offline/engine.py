@@ -36,7 +36,8 @@ SPECULATIVE_LAUNCH = 8  # the same where a step is a pass that may emit several 
 FIRST_LAUNCH, STREAM_LAUNCH = 1, 8  # steps: the first token soon, then a few at a time
 MOST_ROWS = 8  # sequences that a step advances
 MOST_HELD = 32  # sequences held together where a schedule chooses among them
-SMALLEST_CONTEXT = 256  # positions; contexts are rounded up to powers of two, so that few shapes are compiled
+# Positions. Contexts are rounded up to powers of two, so that few shapes are compiled.
+SMALLEST_CONTEXT = 1024
 
 
 class Engine:

@@ -149,7 +149,8 @@ def test_steps_of_the_draft_model_are_timed():
     costs = measure_pass_costs(
         decoder, params, most_tokens=2, context=512, page_size=PAGE, repeat=1, pages=WindowPages()
     )
-    assert costs.draft_step is not None and 0 < costs.draft_step[0] < 1
+    # Without context a step may seem to take no time, as one of a head may.
+    assert costs.draft_step is not None and min(costs.draft_step) >= 0 and 0 < sum(costs.draft_step) < 1
 
 
 def test_a_decoder_without_a_draft_model_is_refused():
