@@ -42,7 +42,8 @@ class CompilationCount:
 class Warmup:
     """Compiles the programs of the warm-up behind the engine's thread, which serves with those that exist.
 
-    The first programs serve one request at a time, by short prefill chunks. Larger ones follow. With `warmup`
+    The first programs serve one request at a time, by short prefill chunks. Larger ones follow once these are
+    compiled. With `warmup`
     "full", the warm-up ends once all programs are compiled. "min" leaves out preemption, steps that leave
     pages unread unless the preset does so, steps without the sampler if the preset is one, and all
     but one program for scored prompts. Those are compiled when a request needs them, which waits for them
@@ -76,17 +77,19 @@ class Warmup:
         self.late = 0  # programs compiled when the warm-up ended
         self.first: list[tuple] = []
         self._keys: list[tuple] = []
+        self._later: list[tuple] = []  # those that are not in the queue yet
         if options.warmup == "none":
             self.ended.set()
             return
         examples = examples_of(programs, scheduler)
         self.first = _first(programs.shapes, options)
         self._keys = list(dict.fromkeys([*self.first, *_rest(programs.shapes, options, list(examples))]))
+        self._later = self._keys[len(self.first) :]
         compiler = ProgramCompiler(
             programs.compile, examples, options.compile_workers or cores(), self._compiled
         )
         programs.compiler = compiler
-        compiler.enqueue(self._keys)
+        compiler.enqueue(self.first)  # alone, so that nothing delays them
 
     @property
     def serves(self) -> bool:
@@ -106,6 +109,9 @@ class Warmup:
     def _compiled(self, failure: BaseException | None) -> None:
         with self._lock:
             if failure is None and not self.ended.is_set():
+                if self.serves and self._programs.compiler is not None:
+                    later, self._later = self._later, []
+                    self._programs.compiler.enqueue(later)
                 done = sum(map(self._programs.is_compiled, self._keys))
                 if done == len(self._keys):
                     failure = self._end()
