@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .control import chain
     from .loop import generate, replay, start, step
     from .parameter_tables.sampling_params import SamplingParams
+    from .parameter_tables.structured_outputs import StructuredOutputsParams
     from .serving.llm import LLM, CompletionOutput, LoRARequest, RequestOutput
     from .state import Action, Sampling, Signal, State, Trace
     from .state.cache import Cache, ModelShape, allocate
@@ -24,6 +25,7 @@ _HOMES = {
     "control": ("chain",),
     "loop": ("generate", "replay", "start", "step"),
     "parameter_tables.sampling_params": ("SamplingParams",),
+    "parameter_tables.structured_outputs": ("StructuredOutputsParams",),
     "serving.llm": ("LLM", "CompletionOutput", "LoRARequest", "RequestOutput"),
     "state": ("Action", "Sampling", "Signal", "State", "Trace"),
     "state.cache": ("Cache", "ModelShape", "allocate"),
@@ -43,6 +45,7 @@ __all__ = [
     "SamplingParams",
     "Signal",
     "State",
+    "StructuredOutputsParams",
     "Trace",
     "allocate",
     "chain",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .structured_outputs import StructuredOutputsParams
 from .table import (
     LARGEST_INT,
     Flag,
@@ -21,6 +22,7 @@ from .table import (
     parameter,
     parameters_of,
     refuses_unknown,
+    short,
 )
 
 DEVICE, HOST, ENGINE, OUTPUT = "device", "host", "engine", "output"
@@ -37,11 +39,10 @@ _LARGE = 1000  # beyond it, a temperature or a divisor of logits makes no differ
 INSTEAD = {
     "best_of": "use n, and choose by cumulative_logprob",
     "do_sample": "temperature=0 is greedy",
-    "guided_decoding": "a server takes grammars, in structured_outputs",
+    "guided_decoding": "use structured_outputs",
     "logits_processors": "use logit_bias, allowed_token_ids or bad_words",
     "num_return_sequences": "use n",
     "stop_sequences": "use stop",
-    "structured_outputs": "a server takes grammars, in the field of that name",
     "use_beam_search": "there is no beam search; use n, and choose by cumulative_logprob",
 }
 """Replacements for parameters of vLLM and Transformers."""
@@ -217,9 +218,16 @@ class SamplingParams(Table):
         scope=OUTPUT,
     )
 
+    # A constraint on the text. Command line and HTTP API have forms of their own for it.
+    structured_outputs: StructuredOutputsParams | None = None
+
     def __post_init__(self) -> None:
         """Check every parameter and bring it into its normal form."""
         super().__post_init__()
+        stated = self.structured_outputs
+        if stated is not None and not isinstance(stated, StructuredOutputsParams):
+            message = f"structured_outputs must be StructuredOutputsParams or None; got {short(stated)}"
+            raise ParameterError(message, "structured_outputs")
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         object.__setattr__(self, "seed", normal_seed(self.seed))
         check_min_tokens(self.min_tokens, self.max_tokens)

@@ -179,8 +179,10 @@ class LaunchPlanner:
         plain, drafts = (
             self.costs.rates(expected, width, shapes.capacity, flag).max() for flag in (False, True)
         )
+        # Where nothing is expected to be drafted, both rates are the same, and a pass costs more than a step.
         # The slower kind is tried from time to time: what it takes may have changed.
-        pays = bool(drafts >= plain) or self._planned_plain == LONGEST_WAIT
+        due = self._planned_plain >= LONGEST_WAIT and expected.drafts(np.ones(1)).sum() > 0
+        pays = bool(drafts > plain) or due
         self._planned_plain = 0 if pays else self._planned_plain + 1
         return pays
 

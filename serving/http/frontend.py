@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from entropic_jax.parameter_tables.table import AUTO, ParameterError
 
 from ..engine.interface import Delta, Engine, EngineRequest, OutputStream, QueueFullError
+from ..engine.text_grammar import Grammars
 from ..options.control_options import calibration_of
-from .grammar import Grammars
 from .metrics import Metrics
 from .protocol import entropic
 from .served_model import ServedModel

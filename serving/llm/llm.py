@@ -47,6 +47,7 @@ from .prompts import (
     tokenize,
     tokenize_conversation,
 )
+from .requested_grammars import RequestedGrammars
 
 __all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput"]
 
@@ -138,6 +139,7 @@ class LLM:
         )
         set_template(self._engine.tokenizer)
         self._adapters = RequestedAdapters(self._engine, engine_options)
+        self._grammars = RequestedGrammars(self._engine.model)
         self._close = weakref.finalize(self, self._engine.close)
 
     def generate(
@@ -312,6 +314,7 @@ class LLM:
                     request=Request.of(prompt.token_ids, seeded),
                     control=self._control,
                     prompt_logprobs=params.prompt_logprobs if k == 0 else None,
+                    grammar=self._grammars.of(params.structured_outputs),
                     adapter=adapter,
                 )
             )

@@ -5,7 +5,8 @@ import json
 import httpx2
 import pytest
 
-from entropic_jax.serving.http.grammar import Grammars, from_schema
+from entropic_jax.serving.engine.grammar_forms import from_schema
+from entropic_jax.serving.engine.text_grammar import Grammars
 
 from .scripted_engine import SCRIPT
 

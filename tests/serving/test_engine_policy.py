@@ -9,9 +9,13 @@ from entropic_jax.control import chain
 from entropic_jax.control.entropy_drop import PRIOR
 from entropic_jax.control.pruning import FixedPruning
 from entropic_jax.serving.engine.assembly import log_order
+from entropic_jax.serving.engine.draft_choice import LONGEST_WAIT
+from entropic_jax.serving.engine.grammars import Plan
+from entropic_jax.serving.engine.launch_costs import LaunchCosts, MeasuredLaunch
 from entropic_jax.serving.engine.launch_planner import LaunchPlanner
 from entropic_jax.serving.engine.options import EngineOptions
 from entropic_jax.serving.engine.priority import Ranking
+from entropic_jax.serving.engine.program_shapes import DecodeProgram
 from entropic_jax.serving.engine.row_controllers import RowControllers
 from entropic_jax.serving.options.control_options import SAMPLERS, Control
 from entropic_jax.serving.request import RequestError
@@ -142,6 +146,25 @@ def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread():
     assert planner.speculates([row(), row(drafts=False)], {})
     assert not planner.speculates([row(), row(pruning=True, drafts=False)], {})
     assert not planner.speculates([row(drafts=False)], {})
+
+
+def test_a_launch_drafts_for_grammars_where_their_plans_expect_tokens():
+    planner = LaunchPlanner.__new__(LaunchPlanner)
+    planner.sizes = SimpleNamespace(shapes=SimpleNamespace(capacity=16))
+    planner.costs, planner._planned_plain = LaunchCosts(), 0
+    sequence = SimpleNamespace(row=0, generated=[1, 2, 3], num_accepted=0, num_drafted=0)
+    mask = np.full(1, -1, np.int32)
+    nothing, much = Plan([mask], []), Plan([mask] * 7, [1] * 6)
+    assert planner._drafts_pay([sequence], {0: much}, 1)
+    # A tie, however many launches ago the last pass was.
+    assert not any(planner._drafts_pay([sequence], {0: nothing}, 1) for _ in range(3 * LONGEST_WAIT))
+    slow = MeasuredLaunch(steps=1, seconds=0.1, tokens=1.0, drafts=6.0, idle=0.0)
+    for speculates, launch in ((False, slow._replace(seconds=0.001, drafts=0.0)), (True, slow)):
+        for _ in range(2):  # the first may have waited for its program
+            planner.costs.record(DecodeProgram(1, None, False, speculates), launch, None)
+    planner._planned_plain = 0
+    tried = [planner._drafts_pay([sequence], {0: much}, 1) for _ in range(LONGEST_WAIT + 2)]
+    assert tried == [False] * LONGEST_WAIT + [True, False]
 
 
 def test_a_row_with_one_branch_does_not_search():

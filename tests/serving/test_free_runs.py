@@ -8,12 +8,13 @@ import pytest
 
 from entropic_jax.sampling.constraints import pauses
 from entropic_jax.serving.engine import grammar_planner
+from entropic_jax.serving.engine.grammar_forms import from_schema
 from entropic_jax.serving.engine.grammars import Plan, accept, plan
 from entropic_jax.serving.engine.interface import LONGEST_FREE_RUN, FreeRun, Grammar
 from entropic_jax.serving.engine.launch_costs import LaunchCosts
 from entropic_jax.serving.engine.planned_constraints import planned_fields
 from entropic_jax.serving.engine.sequence import Sequence
-from entropic_jax.serving.http.grammar import PLAIN_CHARACTERS, Grammars, TextGrammar, from_schema
+from entropic_jax.serving.engine.text_grammar import PLAIN_CHARACTERS, Grammars, TextGrammar
 from entropic_jax.serving.http.served_model import ServedModel
 from entropic_jax.state.constraints import ANYTHING, NOTHING, no_constraints
 from tests.serving.test_engine import (  # noqa: F401  (fixtures)

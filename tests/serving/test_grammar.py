@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from entropic_jax import models
-from entropic_jax.serving.http.grammar import known_tokens
+from entropic_jax.serving.engine.text_grammar import known_tokens
 
 from .live import refused
 

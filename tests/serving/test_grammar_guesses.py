@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from entropic_jax import models
+from entropic_jax.serving.engine.grammar_forms import from_schema
 from entropic_jax.serving.engine.grammars import plan
 from entropic_jax.serving.engine.interface import Grammar
+from entropic_jax.serving.engine.text_grammar import Grammars
 from entropic_jax.serving.engine.token_rules import TokenRules
-from entropic_jax.serving.http.grammar import Grammars, from_schema
 from entropic_jax.serving.http.served_model import ServedModel, describe
 from entropic_jax.serving.options.model import EMBEDDED
 

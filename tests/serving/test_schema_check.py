@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from entropic_jax.serving.http.schema_check import admits_finite_value, without_end
+from entropic_jax.serving.engine.schema_check import admits_finite_value, without_end
 
 SELF = {"$ref": "#"}
 LIST = {"type": "array", "minItems": 1}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from entropic_jax.serving.http.schema_check import admits_finite_value
+from entropic_jax.serving.engine.schema_check import admits_finite_value
 
 NAMES = ("a", "b")
 ALL_NAMES = (*NAMES, "c")  # with that of any other property

@@ -9,8 +9,8 @@ import llguidance
 import numpy as np
 import pytest
 
+from entropic_jax.serving.engine.text_grammar import TextGrammar, free_text
 from entropic_jax.serving.http.frontend import Frontend
-from entropic_jax.serving.http.grammar import TextGrammar, free_text
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.tools import formats
 from entropic_jax.serving.http.tools.calling import ToolCalling

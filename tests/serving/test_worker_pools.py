@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from entropic_jax.serving.engine import grammar_check
 from entropic_jax.serving.engine.interface import QueueFullError
-from entropic_jax.serving.http import grammar_check
 from entropic_jax.serving.http.worker_pools import LONG, WorkerPool
 
 from .live import refused

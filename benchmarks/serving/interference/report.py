@@ -12,7 +12,7 @@ from .measure import FIRST_TOKEN, HARD_SCHEMAS, LONG_PROMPT, LONG_TEXTS, PAUSE, 
 MEASURED_CODE = (
     "serving/engine",
     "serving/http/worker_pools.py",
-    "serving/http/grammar_check.py",
+    "serving/engine/grammar_check.py",
     "entropic_jax",
     "models",
 )

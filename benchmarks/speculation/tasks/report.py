@@ -101,7 +101,7 @@ def _structured_row(cell: dict[str, Any]) -> list[str]:
 
 def stamps(results: dict[str, Any]) -> dict[str, str]:
     """Date and commit of each table: the parts may have been measured in runs of their own."""
-    code = (*MEASURED_CODE, "serving/http/grammar.py")
+    code = (*MEASURED_CODE, "serving/engine/grammar_forms.py", "serving/engine/text_grammar.py")
     runs = results.get("runs", {})
     return {title: stamp([runs.get(part, results)], code) for part, (title, _, _) in _parts(results)}
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
 
 from entropic_jax.parameter_tables.sampling_params import DEVICE, ENGINE, HOST, PARAMETERS, normal_seed
+from entropic_jax.parameter_tables.structured_outputs import StructuredOutputsParams
 
 from ..log import REQUEST_ID
 from .entropic import Entropic
@@ -79,6 +80,11 @@ class StructuredOutputs(Body):
         None, description="a grammar in Lark's or GBNF's form"
     )
     json_object: bool | None = None
+
+    @property
+    def params(self) -> StructuredOutputsParams:
+        """The constraint, of which there is one."""
+        return StructuredOutputsParams(**{name.rstrip("_"): value for name, value in self})
 
 
 GUIDED = ("json", "regex", "choice", "grammar")

@@ -8,12 +8,13 @@ from starlette.requests import Request as HttpRequest
 
 from entropic_jax.parameter_tables.sampling_params import check_min_tokens
 
+from ...engine import grammar_forms
+from ...engine.grammar_forms import Constraint
 from ...engine.interface import EngineRequest
 from ...request import Request, RequestError
 from ...request.token_ids import check_parameters
-from .. import grammar, log
+from .. import log
 from ..frontend import Frontend, refusals
-from ..grammar import Constraint
 from ..protocol.chat import ChatBody
 from ..protocol.sampling import ObjectFormat, SamplingBody, SchemaFormat
 from ..worker_pools import LONG
@@ -118,25 +119,13 @@ def constraint_of(frontend: Frontend, body: SamplingBody) -> Constraint | None:
         return constraint
     form = body.response_format
     if isinstance(form, ObjectFormat):
-        return Constraint("response_format", grammar.any_object())
+        return Constraint("response_format", grammar_forms.any_object("response_format"))
     if isinstance(form, SchemaFormat):
         name = "response_format.json_schema"
-        return Constraint(name, grammar.from_schema(name, form.json_schema.schema_))
-    constraints = body.structured_outputs
-    if constraints is None:
+        return Constraint(name, grammar_forms.from_schema(name, form.json_schema.schema_))
+    if body.structured_outputs is None:
         return None
-    if constraints.json_ is not None:
-        name = body.name_of("json")
-        return Constraint(name, grammar.from_schema(name, constraints.json_))
-    if constraints.regex is not None:
-        return Constraint(body.name_of("regex"), grammar.from_regex(constraints.regex))
-    if constraints.choice is not None:
-        return Constraint(body.name_of("choice"), grammar.from_choices(constraints.choice))
-    if constraints.grammar is not None:
-        return Constraint(body.name_of("grammar"), grammar.from_text(constraints.grammar))
-    if constraints.json_object:
-        return Constraint("structured_outputs.json_object", grammar.any_object())
-    return None
+    return grammar_forms.constraint_of(body.structured_outputs.params, body.name_of)
 
 
 async def start(

@@ -4,8 +4,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...engine.grammar_forms import Constraint
 from ...request import RequestError
-from ..grammar import Constraint
 from ..protocol.chat import ChatBody, Message
 from ..protocol.tools import NamedTool, shown_tools
 from ..served_model import ServedModel

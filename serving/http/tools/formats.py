@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from entropic_jax.models import Tokenizer
 
-from ..grammar import WHITESPACE
+from ...engine.grammar_forms import WHITESPACE
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"
 

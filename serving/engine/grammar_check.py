@@ -1,6 +1,6 @@
 """Trial compilation of a grammar in a process with limits, since some grammars take forever to compile.
 
-    python -m entropic_jax.serving.http.grammar_check SECONDS
+    python -m entropic_jax.serving.engine.grammar_check SECONDS
 
 The grammar is read from standard input. Prints why it is refused; nothing if it is accepted. To decide
 whether an intersection of regular expressions is empty is hard, and the limits of `llguidance` do not cover
@@ -31,7 +31,7 @@ def reason(grammar: str) -> str | None:
     """Why a grammar cannot be compiled, or None. A grammar that needs no trial is not tried."""
     if not needs_trial(grammar):
         return None
-    command = [sys.executable, "-m", "entropic_jax.serving.http.grammar_check", str(SECONDS)]
+    command = [sys.executable, "-m", "entropic_jax.serving.engine.grammar_check", str(SECONDS)]
     root = Path(__file__).resolve().parents[2]
     try:
         done = subprocess.run(

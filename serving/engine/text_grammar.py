@@ -1,4 +1,4 @@
-"""Structured output: JSON schemas, regular expressions, choices and grammars, compiled for a tokenizer."""
+"""Grammars of texts, compiled for the tokenizer of a model, and the state of one text in a grammar."""
 
 import bisect
 import copy
@@ -7,21 +7,21 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import llguidance
 import numpy as np
 
-from ..engine.interface import LONGEST_FREE_RUN, FreeRun, Grammar
+from entropic_jax.models import Tokenizer
+
 from ..request import RequestError
 from . import grammar_check, schema_check
-from .served_model import ServedModel
+from .grammar_forms import refused
+from .interface import LONGEST_FREE_RUN, FreeRun, Grammar
 
 CACHED_GRAMMARS = 64
-# Allowed between the parts of JSON unless a schema says otherwise (`x-guidance`): a line break and indent.
-# Without a bound, some models write line breaks until max_tokens.
-WHITESPACE = r"\n? {0,16}"
+MOST_CHARACTERS = 1_000_000  # of a grammar in its serialized form, unless a server states its own
 NOT_PLAIN = re.compile(r'["\\\x00-\x1f\x7f]')  # ends or escapes text in a string, or may not be in one
 MARK = re.compile(rb"[ \n\t!-/:-@\[-`{-~]+")  # text of ASCII without letters and digits
 PLAIN_CHARACTERS = 8  # of a token of plain text, at most
@@ -37,20 +37,28 @@ LIMITS = llguidance.LLParserLimits(
 )
 
 
-class Constraint(NamedTuple):
-    """A constraint on the text, and the field that states it."""
-
-    name: str  # the field of the request that states it, for errors
-    grammar: str  # in the serialized form of llguidance
-    markers: tuple[str, ...] = ()  # a text that is free stays so until it comes to one of these
-
-
 class PlainText(NamedTuple):
     """The tokens of which the contents of strings mostly consist."""
 
     bits: np.ndarray  # int32 [ceil(vocabulary / 32)], the set
     filler: int  # the one among them that has the most letters and nothing else; -1 if there is none
     letters: int  # of the filler
+
+
+class TextModel(Protocol):
+    """The text side of a model, as a grammar has to know it."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+
+    @property
+    def stop_tokens(self) -> Collection[int]:
+        """The tokens that end a text."""
 
 
 class TextGrammar(Grammar):
@@ -165,9 +173,14 @@ class TextGrammar(Grammar):
 
 
 class Grammars:
-    """Compiles grammars for a model and caches the most recent. Safe to call from any thread."""
+    """Compiles grammars for a model and caches the most recent. Safe to call from any thread.
 
-    def __init__(self, model: ServedModel, max_characters: int) -> None:
+    Args:
+        model: the model whose tokens the texts have.
+        max_characters: characters of a grammar, at most.
+    """
+
+    def __init__(self, model: TextModel, max_characters: int = MOST_CHARACTERS) -> None:
         self.model, self.max_characters = model, max_characters
         self._lock = threading.Lock()
         self._compiled: OrderedDict[str, Any] = OrderedDict()
@@ -327,46 +340,3 @@ def error_of(matcher: Any) -> str:
     """The error of a matcher that has failed, in one line."""
     lines = matcher.get_error().strip().splitlines() or ["unknown error"]
     return NO_TOKEN if lines[0].startswith("NoExtensionBias") else lines[0][:300]
-
-
-def refused(name: str, message: str) -> RequestError:
-    """The error for a field that holds no usable grammar; `name` is its path in the body."""
-    return RequestError(f"{name} {message}", name)
-
-
-def from_schema(name: str, schema: dict[str, Any] | bool | str) -> str:
-    """The grammar of JSON that satisfies a schema."""
-    try:
-        return llguidance.LLMatcher.grammar_from_json_schema(
-            schema if isinstance(schema, str) else json.dumps(schema),
-            defaults={"whitespace_pattern": WHITESPACE},
-        )
-    except ValueError as error:
-        raise refused(name, f"must be a JSON schema: {error}") from None
-
-
-def any_object() -> str:
-    """The grammar of a JSON object."""
-    return from_schema("response_format", {"type": "object"})
-
-
-def from_regex(regex: str) -> str:
-    """The grammar of texts that match a regular expression from beginning to end."""
-    return llguidance.LLMatcher.grammar_from_regex(regex)
-
-
-def from_choices(choices: Sequence[str]) -> str:
-    """The grammar of one of several texts."""
-    return llguidance.LLMatcher.grammar_from_lark(
-        "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
-    )
-
-
-def from_text(grammar: str) -> str:
-    """The grammar that is written in Lark's or GBNF's form."""
-    gbnf = "::=" in grammar
-    try:
-        lark = llguidance.gbnf_to_lark.gbnf_to_lark(grammar) if gbnf else grammar
-    except Exception as error:  # the converter raises errors of many types
-        raise refused("structured_outputs.grammar", f"must be in Lark's or GBNF's form: {error}") from None
-    return llguidance.LLMatcher.grammar_from_lark(lark)
