@@ -43,6 +43,8 @@ C_LIBRARY = {
     "memmove",
 }
 
+OPTIMISATIONS = 3  # of a module at most: error paths may leave with the second, once the first has inlined all
+
 Objects = list[tuple[str, bytes]]  # symbol and machine code, in the order of loading
 KernelBuilder = Callable[[], Iterator[tuple[str, Any]]]
 _kept_alive: list[Any] = []  # compiled code must outlive every executable that calls it
@@ -126,10 +128,18 @@ def _emit_object(function: Any, symbol: str) -> tuple[bytes, list[str]]:
     for inner in module.functions:
         if not inner.is_declaration and inner.name != symbol:
             inner.linkage = "internal"
-    _optimise(module)
-    declared = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
-    foreign = sorted(name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX))
+    foreign: list[str] = []
+    for _ in range(OPTIMISATIONS):
+        _optimise(module)
+        if not (foreign := _foreign_names(module)):
+            break
     return _target_machine().emit_object(module), foreign
+
+
+def _foreign_names(module: Any) -> list[str]:
+    """Names that a module needs of libraries which only Numba loads."""
+    declared = {f.name for f in module.functions if f.is_declaration and not f.name.startswith("llvm.")}
+    return sorted(name for name in declared if name not in C_LIBRARY and not name.startswith(PREFIX))
 
 
 def _optimise(module: Any) -> None:
