@@ -43,7 +43,7 @@ C_LIBRARY = {
     "memmove",
 }
 
-OPTIMISATIONS = 3  # of a module at most: error paths may leave with the second, once the first has inlined all
+OPTIMISATIONS = 3  # of a module, at most: some error paths leave only after the first has inlined all
 
 Objects = list[tuple[str, bytes]]  # symbol and machine code, in the order of loading
 KernelBuilder = Callable[[], Iterator[tuple[str, Any]]]
