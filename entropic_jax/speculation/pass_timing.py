@@ -1,7 +1,7 @@
 """Pass costs of this machine: times forward passes of a model over several tokens, for the draft-length law.
 
-The passes run on scratch pages, a few times each and in turn. Those that would take seconds are not timed:
-they compute, and cost in proportion to their tokens.
+The passes run on scratch pages, a few times each and in turn. Larger ones that would take seconds are
+not timed: their cost is taken to grow in proportion to their tokens.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..mesh.devices import chosen_device, use_device
 
 SECONDS_OF_LAUNCH = 0.25  # of passes that take so long, a launch has one
+MOST_COMPILED = 8  # programs at a time: each takes memory
 BUDGET = 10.0  # seconds of all turns, after which no further turn begins
 
 
@@ -33,7 +34,7 @@ def least_seconds(launches: Sequence[TimedLaunch], repeat: int, budget: float = 
         budget: seconds of all turns, after which no further one begins.
     """
     compile_on = partial(_compile, chosen_device())
-    with ThreadPoolExecutor(os.cpu_count(), "timed launches") as pool:
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_COMPILED), "timed launches") as pool:
         list(pool.map(compile_on, dict.fromkeys(launch.compile for launch in launches)))
     seconds = [_seconds(launch, 1) for launch in launches]
     begin = time.perf_counter()

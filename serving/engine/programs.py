@@ -123,7 +123,7 @@ class Programs:
                 self._use_costs(known)
             return
         launches, begin = self.launches, time.monotonic()
-        logger.info("timing forward passes, which later starts find on disk")
+        logger.info("timing forward passes, by which the lengths of drafts are chosen")
         costs = measure_pass_costs(
             *self._alone,
             **sizes._asdict(),
