@@ -212,7 +212,7 @@ def test_a_parameter_that_there_is_not_is_named_with_what_to_use():
     ):
         with pytest.raises(TypeError, match=f"^SamplingParams has no parameter {message}"):
             SamplingParams(**{name: 1})
-    assert list(inspect.signature(SamplingParams).parameters) == list(PARAMETERS)
+    assert list(inspect.signature(SamplingParams).parameters) == [*PARAMETERS, "structured_outputs"]
     assert not set(INSTEAD) & set(PARAMETERS)
 
 

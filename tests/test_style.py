@@ -71,6 +71,11 @@ def test_no_file_is_a_heap():
     assert [path for path in sources() if path.split("/")[-1] in heaps] == []
 
 
+def test_no_test_moves_the_clock_of_other_threads():
+    moved = re.compile(r"setattr\([\w.]*\btime, |setattr\([\"']time\.")
+    assert [path for path in sources() if moved.search((ROOT / path).read_text("utf-8"))] == []
+
+
 def test_no_file_is_long_without_a_reason():
     long = {path for path in sources() if len((ROOT / path).read_text("utf-8").splitlines()) > LONG}
     assert long == set(EXCUSED)

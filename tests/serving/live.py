@@ -47,7 +47,7 @@ def serving(frontend: Frontend, tracer_provider: Any = None) -> Iterator[Live]:
         yield live
     finally:
         live.server.should_exit = True
-        live.thread.join(60)
+        live.thread.join(20)
         assert not live.thread.is_alive(), live.state()
 
 

@@ -1,15 +1,18 @@
 """Which prompts a prefill chunk holds, how long it is, and who waits for it; nothing is compiled."""
 
+import sys
 import time
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from entropic_jax.serving.engine import prefill_planner
 from entropic_jax.serving.engine.launch_planner import SECONDS_OF_CHUNK, LaunchPlanner
 from entropic_jax.serving.engine.launch_shapes import chunk_shapes
 from entropic_jax.serving.engine.prefill_planner import LONGEST_PASSED_OVER, PrefillCosts, PrefillPlanner
 from entropic_jax.serving.engine.sequence import DECODE, PREFILL
+from tests.clocks import replace_clock
 
 SHAPE = SimpleNamespace(weights=1000, layers=2, heads=4, head_dim=8)
 SHAPES = chunk_shapes(512, 512)
@@ -64,7 +67,8 @@ def test_no_prompt_is_passed_over_for_long(monkeypatch):
     late, long, short = prompt(9000, begun=16, waited=1.0), prompt(8000, waited=0.5), prompt(64)
     assert order(short, long, late) == [late, long, short]
     clock = SimpleNamespace(seconds=100.0)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock.seconds)
+    for module in (prefill_planner, sys.modules[__name__]):
+        replace_clock(monkeypatch, module, "perf_counter", lambda: clock.seconds)
     subject, flood = planner(((1, 16),)), prompt(8000)
     while subject.chunk([prompt(8), flood], None)[1][0].sequence is not flood:
         clock.seconds += 0.001  # short prompts come all the time

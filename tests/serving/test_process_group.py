@@ -28,6 +28,7 @@ from entropic_jax.serving.engine.process_channel import (
 )
 from entropic_jax.serving.engine.process_group import ProcessGroup
 from entropic_jax.serving.options.model import EMBEDDED
+from tests.clocks import replace_clock
 
 ADDRESS = ("--coordinator-address", "127.0.0.1:1")
 
@@ -320,7 +321,7 @@ def test_signs_of_life_keep_processes_alive(ended, monkeypatch):
 def test_a_launch_that_does_not_end_ends_the_process(ended, monkeypatch, before, seconds):
     monkeypatch.setattr(process_group, "BEAT", 0.005)
     monkeypatch.setattr(process_group, "SILENT_BEATS", 10**9)
-    monkeypatch.setattr(process_group.time, "monotonic", lambda: clock[0])
+    replace_clock(monkeypatch, process_group, "monotonic", lambda: clock[0])
     left, right = pair()
     group, clock = ended.group(0, left), [0.0]
     release, finished = threading.Event(), threading.Event()

@@ -6,6 +6,7 @@ import pytest
 
 from entropic_jax.speculation import timed_launch as module
 from entropic_jax.speculation.timed_launch import TimedLaunch, least_seconds
+from tests.clocks import replace_clock
 
 
 class Clock:
@@ -13,7 +14,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.seconds, self.ran, self.compiled = 0.0, [], []
-        monkeypatch.setattr(module.time, "perf_counter", lambda: self.seconds)
+        replace_clock(monkeypatch, module, "perf_counter", lambda: self.seconds)
 
     def compile(self, name):
         assert not self.ran

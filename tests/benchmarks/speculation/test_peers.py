@@ -15,6 +15,7 @@ from benchmarks.harness.tables import markdown
 from benchmarks.speculation.peers import measure, report
 from entropic_jax.serving.options.model import EMBEDDED
 from entropic_jax.speculation import PassCosts
+from tests.clocks import replace_clock
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_a_lookup_does_not_change_the_tokens(drafter, passes):
 
 def test_the_fastest_setting_is_kept(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr(drafting_engines.time, "perf_counter", lambda: clock[0])
+    replace_clock(monkeypatch, drafting_engines, "perf_counter", lambda: clock[0])
 
     class Engine(Tuned):
         settings = ({"number": 2}, {"number": 5, "size": 3}, {"number": 10})
