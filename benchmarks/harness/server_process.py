@@ -25,7 +25,9 @@ def free_port() -> int:
 class ServerProcess:
     """A server under `command`, to which `--port` is added; the path `ready` answers 200 once it is."""
 
-    def __init__(self, command: Sequence[str], log: Path, ready: str = "/ready", port: int | None = None):
+    def __init__(
+        self, command: Sequence[str], log: Path, ready: str = "/ready", port: int | None = None
+    ) -> None:
         self.command, self.log, self.ready_path = list(command), log, ready
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ class ServingBenchmark:
         self.engines = EnginePool(self.work, options.threads, options.limit, interpreters)
         self.failures: dict[str, str] = {}
 
-    def server(self, *arguments: str):
+    def server(self, *arguments: str) -> contextlib.AbstractContextManager[ServerProcess]:
         """Our server, ready."""
         command = ours(self.model, "--dtype", "float32", "--warmup", "full", *arguments)
         return running(command, self.work / "server.log")
 
-    def llama(self):
+    def llama(self) -> contextlib.AbstractContextManager[ServerProcess]:
         """llama_cpp.server, ready, with plain attention in float32 as in `engines.LlamaCpp`."""
         self.engines.prepare("llamacpp")
         threads = str(self.options.threads)
@@ -122,7 +123,7 @@ class ServingBenchmark:
         return rows
 
     @contextlib.contextmanager
-    def report_failure(self, engine: str):
+    def report_failure(self, engine: str) -> Iterator[None]:
         """Record the failure of an engine and continue the run."""
         try:
             yield

@@ -54,7 +54,7 @@ class LimitOneLayer:
         return jnp.broadcast_to(count, probability.shape[:1]).astype(jnp.int32)
 
 
-def attend(query, key, value, cache, /, *, window=None):
+def attend(query: Any, key: Any, value: Any, cache: Any, /, *, window: Any = None) -> tuple[jax.Array, Any]:
     """Dense causal attention to the tokens of the pass."""
     rows, length, heads, dim = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, dim)
