@@ -92,6 +92,28 @@ def test_first_run_installs_and_the_second_hands_over_at_once(project):
     assert len(installs(project)) == 1
 
 
+@pytest.mark.parametrize(
+    ("stated", "reaches"),
+    [
+        ({}, ""),
+        ({"PYTHONDONTWRITEBYTECODE": "1"}, "PYTHONPYCACHEPREFIX={}/.venv/bytecode"),
+        (
+            {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPYCACHEPREFIX": "/x"},
+            "PYTHONDONTWRITEBYTECODE=1\nPYTHONPYCACHEPREFIX=/x",
+        ),
+    ],
+)
+def test_bytecode_that_may_not_lie_beside_the_sources_is_kept_in_the_environment(
+    project, monkeypatch, stated, reaches
+):
+    run(project, "generate")
+    command = project / ".venv" / "bin" / "entropic"
+    command.write_text("#!/bin/sh\nenv | grep -E '^PYTHON(DONTWRITE|PYCACHE)' | sort\n")
+    for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(project, "generate", **stated)[1].strip() == reaches.format(project)
+
+
 def test_tests_need_one_more_extra_and_run_in_the_root(project):
     run(project, "generate")
     status, out, _ = run(project, "test", "-k", "x y")
