@@ -1,6 +1,6 @@
 """Prefill: reads prompt tokens into the KV cache, in chunks; the offline loop and the engine share it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ def start(
     hardware: Hardware | None = None,
     speculator: Any = None,
     expert_policy: Any = None,
+    launch: Callable[..., tuple[State, PrefillOutput]] | None = None,
 ) -> State:
     """Prefills an empty cache with the prompts and returns the state before the first step.
 
@@ -92,6 +93,7 @@ def start(
             it.
         expert_policy: decides how many experts of a mixture a step reads (`expert_reader.ExpertPolicy`); None
             reads those that the routers choose, as prefill does. Not together with a speculator.
+        launch: called in place of `launch_prefill`, for a program that was compiled elsewhere.
 
     Returns:
         The state of the loop.
@@ -121,7 +123,7 @@ def start(
     if speculator is not None:
         state = _with_speculator(state, speculator, prompts, decoder.shape.hidden)
     state = sharding.place(_with_own_buffers(state), getattr(decoder, "mesh", None))
-    return _prefill_prompts(decoder, params, state, prompts, total)
+    return _prefill_prompts(partial(launch or launch_prefill, decoder, params), state, prompts, total)
 
 
 def _empty_state(
@@ -257,7 +259,7 @@ def _with_speculator(state: State, speculator: Any, prompts: Sequence[Sequence[i
 
 
 def _prefill_prompts(
-    decoder: Decoder, params: Any, state: State, prompts: Sequence[Sequence[int]], total: np.ndarray
+    launch: Callable[..., Any], state: State, prompts: Sequence[Sequence[int]], total: np.ndarray
 ) -> State:
     """Prefills the first `total[row]` tokens of every prompt, in chunks whose lengths are powers of two."""
     chunk = getattr(state.page_policy, "segment", PREFILL_CHUNK)
@@ -269,12 +271,8 @@ def _prefill_prompts(
         for row, prompt in enumerate(prompts):
             piece = prompt[done : done + num_tokens[row] + 1] if num_tokens[row] else ()
             tokens[row, : len(piece)] = piece
-        state, output = launch_prefill(
-            decoder,
-            params,
-            state,
-            PrefillChunk(np.arange(len(prompts)), tokens, num_tokens, total.astype(np.int32)),
-        )
+        rows = np.arange(len(prompts), dtype=np.int32)
+        state, output = launch(state, PrefillChunk(rows, tokens, num_tokens, total.astype(np.int32)))
         if not np.all(output.granted):
             row = int(np.argmin(output.granted))
             raise ValueError(

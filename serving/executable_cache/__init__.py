@@ -75,6 +75,33 @@ def load_or_compile(
         return _load_or_compile(function, arguments, donate_argnums, file)
 
 
+def begin_reading(
+    function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
+) -> Callable[[], Callable[..., Any] | None]:
+    """Begin to read a stored program in a thread, which takes XLA a second for a large one.
+
+    Args:
+        function: as for `load_or_compile`.
+        arguments: as for `load_or_compile`. They may be consumed while the thread runs.
+        donate_argnums: as for `load_or_compile`.
+
+    Returns:
+        A function that waits for the program; it returns None where none is stored.
+    """
+    file = _file(function, arguments, donate_argnums)
+    if file is None or not file.exists():
+        return lambda: None
+    devices, programs = _devices(arguments), list[Callable[..., Any] | None]()
+    thread = threading.Thread(target=lambda: programs.append(read_program(file, arguments, devices)))
+    thread.start()
+
+    def wait() -> Callable[..., Any] | None:
+        thread.join()
+        return programs[0]
+
+    return wait
+
+
 def is_stored(
     function: Callable[..., Any], arguments: tuple[Any, ...], donate_argnums: int | tuple[int, ...] = ()
 ) -> bool:

@@ -1,7 +1,7 @@
 """Offline generation: batches of requests through the decode loop, without the serving engine."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import cached_property, partial
 from typing import Any
@@ -19,17 +19,18 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.sampling_params import DEVICE_PARAMETERS, recommended
 from entropic_jax.parameter_tables.speculation_names import OFF, check_drafter
 from entropic_jax.parameter_tables.table import short
+from entropic_jax.phases.prefill import PrefillOutput
 from entropic_jax.speculation import HeadedDecoder, PassCosts, Speculator, make_speculator
 from entropic_jax.speculation.stored_costs import TimedModel, known_costs
 from entropic_jax.state import FAILED, FINISH_REASONS, RUNNING, State, Trace, cache
 
 from .. import memory
-from ..executable_cache import load_or_compile
 from ..executable_cache.compilation import notice
 from ..options.kv_cache import KvCacheDtype, pages_of
 from ..request import Request, RequestError, chat_template
 from ..request.token_ids import check_parameters, check_token_ids
 from ..request.transcript import TRACE_FIELDS, Completion, Token, Transcript
+from .programs import Launch, Programs, generate, prefill
 
 LAUNCH = 64  # most steps of a launch
 SPECULATIVE_LAUNCH = 8  # the same where a step is a pass that may emit several tokens
@@ -67,12 +68,12 @@ class Engine:
         if isinstance(self.preset.page_policy, Method):
             self.preset.page_policy.check_model(model.decoder.shape)
         self.context = model.config.longest_context
-        self._programs: dict[Any, Callable[..., tuple[State, Trace]]] = {}  # launches, by shape
+        self._programs = Programs()
         self.pages = pages_of(kv_cache_dtype, model.params)
         shape = model.decoder.shape
         itemsize = bytes_per_number(self.pages, shape.head_dim)
         self.position_bytes = memory.page_bytes(shape, 1, itemsize)  # of the KV cache
-        notice.watch()  # `start` compiles the programs of a prompt before those of the executable cache
+        notice.watch()  # compression and what `start` allocates are not in the executable cache
         self.memory_sharers = 1  # engines that share the memory of the device
 
     @property
@@ -197,12 +198,11 @@ class Engine:
         if not transcripts:
             return
         speculator = self._speculator(power_of_two(len(requests)))
-        capacity = LAUNCH if speculator is None else SPECULATIVE_LAUNCH
         state = self._start(requests, prompts, speculator)
         steps = FIRST_LAUNCH if launch == STREAM_LAUNCH else launch
         open_rows = set(transcripts)
         while open_rows:
-            state, trace = self._launch(state, steps, capacity, speculator)
+            state, trace = self._launch(state, steps, speculator)
             host: Trace = jax.device_get(trace)
             status, ended = np.asarray(state.status), False
             for row in sorted(open_rows):
@@ -223,29 +223,35 @@ class Engine:
                 raise RuntimeError("no sequence could advance: the cache has no free page")
             steps = launch
 
-    def _launch(
-        self, state: State, steps: int, capacity: int, speculator: Speculator | None
-    ) -> tuple[State, Trace]:
+    def _launch(self, state: State, steps: int, speculator: Speculator | None) -> tuple[State, Trace]:
         """Run a launch of the decode loop.
 
         Args:
             state: consumed.
             steps: the most steps.
-            capacity: steps of the trace.
             speculator: as for `loop.generate`.
         """
-        decoder, params, preset = self.model.decoder, self.model.params, self.preset
-        options = dict(capacity=capacity, width=preset.width)
-        if preset.page_policy is not None and preset.page_policy.compression is not None:
+        if self._compresses:
+            decoder, params, controller = self.model.decoder, self.model.params, self.preset.controller
             return cache_compression.generate(
-                decoder, params, preset.controller, state, steps, **options, speculator=speculator
+                decoder, params, controller, state, steps, **self._options(speculator), speculator=speculator
             )
-        arguments = params, preset.controller, state, np.int32(min(steps, capacity)), speculator
-        leaves, structure = jax.tree.flatten(arguments)
-        shapes = capacity, structure, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
-        if shapes not in self._programs:
-            self._programs[shapes], _ = load_or_compile(partial(_generate, decoder, options), arguments, 2)
-        return self._programs[shapes](*arguments)
+        return self._programs.run(self._decode_launch(state, steps, speculator))
+
+    @property
+    def _compresses(self) -> bool:
+        return self.preset.page_policy is not None and self.preset.page_policy.compression is not None
+
+    def _options(self, speculator: Speculator | None) -> dict[str, Any]:
+        """The static arguments of `loop.generate`."""
+        return dict(capacity=LAUNCH if speculator is None else SPECULATIVE_LAUNCH, width=self.preset.width)
+
+    def _decode_launch(self, state: State, steps: int, speculator: Speculator | None) -> Launch:
+        """See `_launch`."""
+        options = self._options(speculator)
+        steps_left = np.int32(min(steps, options["capacity"]))
+        arguments = self.model.params, self.preset.controller, state, steps_left, speculator
+        return Launch("decode", partial(generate, self.model.decoder, options), arguments, 2)
 
     @staticmethod
     def _record(transcript: Transcript, trace: Trace, row: int) -> list[Token]:
@@ -302,10 +308,33 @@ class Engine:
             page_policy=self.preset.page_policy,
             belief_temperature=self.belief_temperature,
             speculator=speculator,
+            launch=partial(self._prefill, speculator),
         )
         lengths = np.array([len(prompt) for prompt in prompts] + [0] * padding, np.int32)
         load = stated_load(lengths, np.array([*most_tokens, *[0] * padding], np.int32))
         return state._replace(control=with_load(state.control, load))
+
+    def _prefill(
+        self,
+        speculator: Speculator | None,
+        decoder: loop.Decoder,
+        params: Any,
+        state: State,
+        chunk: loop.PrefillChunk,
+    ) -> tuple[State, PrefillOutput]:
+        """`loop.launch_prefill` from the executable cache, while the first decode program is read, too.
+
+        Args:
+            speculator: as for `loop.generate`.
+            decoder: the model's pure functions.
+            params: its parameters.
+            state: consumed.
+            chunk: the tokens, and the rows that they belong to.
+        """
+        if not self._compresses:
+            self._programs.begin(self._decode_launch(state, 0, speculator))
+        function = partial(prefill, decoder)
+        return self._programs.run(Launch("prefill", function, (params, state, chunk), 1))
 
 
 def stated_load(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> RowLoad:
@@ -326,29 +355,6 @@ def stated_load(prompt_tokens: np.ndarray, max_tokens: np.ndarray) -> RowLoad:
         memory=jnp.asarray(memory, jnp.float32),
         expected_end=jnp.asarray(ends, jnp.int32),
     )
-
-
-def _generate(
-    decoder: loop.Decoder,
-    options: Mapping[str, Any],
-    params: Any,
-    controller: Any,
-    state: State,
-    steps: Any,
-    speculator: Speculator | None,
-) -> tuple[State, Trace]:
-    """`loop.generate`, with what is static first.
-
-    Args:
-        decoder: the decoder of the model.
-        options: static arguments by name.
-        params: the parameters of the model.
-        controller: the control law.
-        state: consumed.
-        steps: the most steps.
-        speculator: drafts tokens; None for none.
-    """
-    return loop.generate(decoder, params, controller, state, steps, **options, speculator=speculator)
 
 
 def drawing(requests: Sequence[Request]) -> sampling.Sampling:
