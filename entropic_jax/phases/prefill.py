@@ -93,7 +93,7 @@ def start(
             it.
         expert_policy: decides how many experts of a mixture a step reads (`expert_reader.ExpertPolicy`); None
             reads those that the routers choose, as prefill does. Not together with a speculator.
-        launch: called in place of `launch_prefill`, for a program that was compiled elsewhere.
+        launch: called in place of `launch_prefill` and like it, for a program that was compiled elsewhere.
 
     Returns:
         The state of the loop.

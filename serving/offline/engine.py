@@ -322,7 +322,7 @@ class Engine:
         state: State,
         chunk: loop.PrefillChunk,
     ) -> tuple[State, PrefillOutput]:
-        """`loop.launch_prefill` from the executable cache, while the first decode program is read, too.
+        """`loop.launch_prefill` from the executable cache; the decode program is loaded in parallel.
 
         Args:
             speculator: as for `loop.generate`.
