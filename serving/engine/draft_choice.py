@@ -66,14 +66,18 @@ class DraftChoice:
         self._undrafted: dict[int, float] = {}
         self._running: dict[int, bool] = {}  # the kind of the latest launch that counted, by width
 
-    def drafts(self, width: int, untried: float) -> bool:
+    def drafts(self, width: int, untried: float, *, recorded: bool = True) -> bool:
         """Whether the next launch should draft tokens.
 
         Args:
             width: rows of the program.
             untried: fraction of the sequences for which nothing was ever drafted.
+            recorded: whether `record` will be told of the launch. One that it is not told of teaches nothing,
+                so it only drafts where drafts are known to be faster.
         """
         plain, drafting = self._rate(width, False), self._drafting(width)
+        if not recorded:
+            return min(plain.launches, drafting.launches) >= LEARNING_LAUNCHES and self._faster(width)
         if drafting.launches < LEARNING_LAUNCHES:
             return True
         learning = plain.launches < LEARNING_LAUNCHES

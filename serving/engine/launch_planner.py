@@ -134,7 +134,7 @@ class LaunchPlanner:
         """The programs that can be chosen."""
         return (program for program in programs if self.programs.available(("decode", *program)))
 
-    def speculates(self, running: list[Sequence], plans: Mapping[int, Plan]) -> bool:
+    def speculates(self, running: list[Sequence], plans: Mapping[int, Plan], *, beside_chunk: bool) -> bool:
         """Whether to draft tokens for these sequences.
 
         Drafts are verified densely, so there are none beside a sequence that may leave pages unread. A
@@ -145,6 +145,7 @@ class LaunchPlanner:
         Args:
             running: sequences that decode.
             plans: the plans of sequences with a grammar, by row.
+            beside_chunk: whether the launch also prefills a chunk, so that its rate does not count.
         """
         if not (
             self.sizes.shapes.speculates
@@ -155,26 +156,30 @@ class LaunchPlanner:
             return False
         programs = list(self._decode_programs(running, speculates=True))
         if programs and self.programs.memory.is_out(("decode", *programs[0])):
-            if self._drafts_pay(running, plans, programs[0].width):
+            if self._drafts_pay(running, plans, programs[0].width, beside_chunk=beside_chunk):
                 self.programs.memory.misses(("decode", *programs[0]))
                 self.draft_choice.postpone(programs[0].width)
             return False  # plain steps run until it is in memory
         if not any(self._available(programs)):
             return False
-        return self._drafts_pay(running, plans, self.decode_program(running, speculates=True).width)
+        width = self.decode_program(running, speculates=True).width
+        return self._drafts_pay(running, plans, width, beside_chunk=beside_chunk)
 
-    def _drafts_pay(self, running: list[Sequence], plans: Mapping[int, Plan], width: int) -> bool:
+    def _drafts_pay(
+        self, running: list[Sequence], plans: Mapping[int, Plan], width: int, *, beside_chunk: bool
+    ) -> bool:
         """Whether launches that draft tokens have, or are expected to have, the higher rate.
 
         Args:
             running: sequences that decode.
             plans: the plans of sequences with a grammar, by row.
             width: rows of the program that drafts.
+            beside_chunk: as in `speculates`.
         """
         if not plans:
             drafted = [s for s in running if s.row_gains.drafts]
             untried = sum(s.num_scheduled < UNTRIED_STEPS for s in drafted) / len(running)
-            return self.draft_choice.drafts(width, untried)
+            return self.draft_choice.drafts(width, untried, recorded=not beside_chunk)
         expected, shapes = forecast(running, plans), self.sizes.shapes
         plain, drafts = (
             self.costs.rates(expected, width, shapes.capacity, flag).max() for flag in (False, True)

@@ -134,7 +134,7 @@ class Scheduler:
         start_time = time.perf_counter()
         self.apply_updates()
         prefill = self._prefill()
-        decode = self._decode(constrained)
+        decode = self._decode(constrained, beside_chunk=prefill.output is not None)
         busy = prefill.output is not None or decode.output is not None
         if busy:
             self._launch(start_time, prefill, decode)
@@ -259,8 +259,8 @@ class Scheduler:
 
     # Decode.
 
-    def _decode(self, constrained: bool) -> _Decode:
-        """Launch decode steps of the sequences whose prefill is complete."""
+    def _decode(self, constrained: bool, *, beside_chunk: bool) -> _Decode:
+        """Launch decode steps of the sequences whose prefill is complete, perhaps after a prefill chunk."""
         prefilling, waiting = self.batch.prefilling, bool(self.waiting)
         self._compress()
         if self.planner.defer_decode(len(self.batch.decoding), prefilling, waiting):
@@ -269,7 +269,7 @@ class Scheduler:
         held: set[int] = set()
         if constrained:
             plans, held = self.grammar_planner.plans(self.batch.decoding, not prefilling, self.end)
-        running, steps, speculates = self._reserve_pages(len(prefilling), plans, held)
+        running, steps, speculates = self._reserve_pages(len(prefilling), plans, held, beside_chunk)
         if not running:
             return NO_DECODE
         self.apply_updates()
@@ -296,7 +296,7 @@ class Scheduler:
             )
 
     def _reserve_pages(
-        self, prefilling: int, plans: dict[int, Plan], held: Collection[int]
+        self, prefilling: int, plans: dict[int, Plan], held: Collection[int], beside_chunk: bool
     ) -> tuple[list[Sequence], int, bool]:
         """The sequences that decode, their steps and whether these draft tokens, with pages reserved.
 
@@ -304,7 +304,8 @@ class Scheduler:
         preempted. Sequences in the rows `held` wait.
         """
         while running := [s for s in self.batch.decoding if s.row not in held]:
-            for speculates in (True, False) if self.planner.speculates(running, plans) else (False,):
+            drafts = self.planner.speculates(running, plans, beside_chunk=beside_chunk)
+            for speculates in (True, False) if drafts else (False,):
                 steps = self._num_steps(running, prefilling, plans, speculates)
                 while steps and not self.batch.reserve(running, self._tokens(steps, speculates)):
                     steps //= 2

@@ -132,3 +132,13 @@ def test_a_try_begins_with_its_first_launch():
     assert choice.begins_try(8, True) and not choice.begins_try(8, True)
     assert not choice.begins_try(8, False)
     assert choice.begins_try(8, True)
+
+
+@pytest.mark.parametrize("drafting", [0.5, 2.0])
+def test_a_launch_that_is_not_recorded_drafts_only_where_drafts_are_known_to_be_faster(drafting):
+    choice = DraftChoice()
+    assert choice.drafts(8, untried=1.0)
+    assert not choice.drafts(8, untried=1.0, recorded=False), "nothing is known"
+    kinds(choice, 20, {True: drafting, False: 1.0})
+    chosen = {choice.drafts(8, untried=0.0, recorded=False) for _ in range(2 * LONGEST_WAIT)}
+    assert chosen == {drafting > 1}

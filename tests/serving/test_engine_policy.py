@@ -129,7 +129,7 @@ def test_nothing_is_drafted_for_a_row_that_leaves_pages_unread(always):
     assert drafts == {"off": always, "meso": True, "full-lossy": False}
 
 
-def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread():
+def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread_or_where_it_teaches_nothing():
     planner = LaunchPlanner.__new__(LaunchPlanner)
     shapes = SimpleNamespace(
         speculates=True, drafting_widths=(4,), widths=(4,), page_policies=(None, "pruned"), samplers=(False,)
@@ -137,15 +137,19 @@ def test_no_launch_drafts_beside_a_row_that_leaves_pages_unread():
     planner.sizes = SimpleNamespace(shapes=shapes)
     memory = SimpleNamespace(is_out=lambda key: False, misses=lambda key: False)
     planner.programs = SimpleNamespace(available=lambda key: True, memory=memory)
-    planner.draft_choice = SimpleNamespace(drafts=lambda width, untried: True)
+    planner.draft_choice = SimpleNamespace(drafts=lambda width, untried, recorded: recorded)
 
     def row(pruning: bool = False, drafts: bool = True) -> SimpleNamespace:
         gains = SimpleNamespace(pruning=pruning, drafts=drafts, sampler=False)
         return SimpleNamespace(row_gains=gains, num_scheduled=5, num_replay_tokens=0)
 
-    assert planner.speculates([row(), row(drafts=False)], {})
-    assert not planner.speculates([row(), row(pruning=True, drafts=False)], {})
-    assert not planner.speculates([row(drafts=False)], {})
+    def drafts(*rows: SimpleNamespace, beside_chunk: bool = False) -> bool:
+        return planner.speculates(list(rows), {}, beside_chunk=beside_chunk)
+
+    assert drafts(row(), row(drafts=False))
+    assert not drafts(row(), row(pruning=True, drafts=False))
+    assert not drafts(row(drafts=False))
+    assert not drafts(row(), beside_chunk=True)
 
 
 def test_a_launch_drafts_for_grammars_where_their_plans_expect_tokens():
@@ -155,15 +159,19 @@ def test_a_launch_drafts_for_grammars_where_their_plans_expect_tokens():
     sequence = SimpleNamespace(row=0, generated=[1, 2, 3], num_accepted=0, num_drafted=0)
     mask = np.full(1, -1, np.int32)
     nothing, much = Plan([mask], []), Plan([mask] * 7, [1] * 6)
-    assert planner._drafts_pay([sequence], {0: much}, 1)
+    assert planner._drafts_pay([sequence], {0: much}, 1, beside_chunk=False)
     # A tie, however many launches ago the last pass was.
-    assert not any(planner._drafts_pay([sequence], {0: nothing}, 1) for _ in range(3 * LONGEST_WAIT))
+    assert not any(
+        planner._drafts_pay([sequence], {0: nothing}, 1, beside_chunk=False) for _ in range(3 * LONGEST_WAIT)
+    )
     slow = MeasuredLaunch(steps=1, seconds=0.1, tokens=1.0, drafts=6.0, idle=0.0)
     for speculates, launch in ((False, slow._replace(seconds=0.001, drafts=0.0)), (True, slow)):
         for _ in range(2):  # the first may have waited for its program
             planner.costs.record(DecodeProgram(1, None, False, speculates), launch, None)
     planner._planned_plain = 0
-    tried = [planner._drafts_pay([sequence], {0: much}, 1) for _ in range(LONGEST_WAIT + 2)]
+    tried = [
+        planner._drafts_pay([sequence], {0: much}, 1, beside_chunk=False) for _ in range(LONGEST_WAIT + 2)
+    ]
     assert tried == [False] * LONGEST_WAIT + [True, False]
 
 
