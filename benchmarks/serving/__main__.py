@@ -1,7 +1,7 @@
 """Serving benchmark: the server, other servers, its own offline loop, and its schedules under load.
 
     python -m benchmarks.serving [--studies throughput,latency,load] [--quick] [--document]
-    LLAMACPP_PYTHON=~/peers/bin/python python -m benchmarks.serving      # with llama_cpp.server
+    LLAMACPP_PYTHON=… OPENVINO_PYTHON=… python -m benchmarks.serving  # interpreters that have these libraries
 
 `throughput`: 64 requests at a time, every engine on the same prompts and weights, taking turns. `latency`:
 time to the first token of a lone request, and of a bare prefill. `load`: arrivals of a trace with more
@@ -41,8 +41,10 @@ def main() -> None:
     parser.add_argument(
         "--scale", type=float, help="of the trace's lengths (default: 99 %% within 512 tokens)"
     )
-    default = os.environ.get("LLAMACPP_PYTHON", sys.executable)
-    parser.add_argument("--llamacpp-python", default=default, help="its interpreter ($LLAMACPP_PYTHON)")
+    for library in ("llamacpp", "openvino"):
+        variable = f"{library.upper()}_PYTHON"
+        default = os.environ.get(variable, sys.executable)
+        parser.add_argument(f"--{library}-python", default=default, help=f"its interpreter (${variable})")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "entropic-serving")
     parser.add_argument("--quick", action="store_true", help="shows that everything runs, not how fast")
     parser.add_argument("--show", type=Path, metavar="RESULTS", help="print stored results, measure nothing")

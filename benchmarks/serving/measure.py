@@ -32,14 +32,14 @@ class ServingBenchmark:
         self.work = write_float32(options.model, work)
         self.model = self.work / "huggingface"
         self.tokens = module_tokens(options.model / "tokenizer.json")
-        interpreters = {"llamacpp": options.llamacpp_python}
+        interpreters = {"llamacpp": options.llamacpp_python, "openvino": options.openvino_python}
         self.engines = EnginePool(self.work, options.threads, options.limit, interpreters)
         self.failures: dict[str, str] = {}
 
     def server(self, *arguments: str) -> contextlib.AbstractContextManager[ServerProcess]:
         """Our server, ready."""
         command = ours(self.model, "--dtype", "float32", "--warmup", "full", *arguments)
-        return running(command, self.work / "server.log")
+        return running(command, self.work / f"server{'-'.join(arguments)}.log")
 
     def llama(self) -> contextlib.AbstractContextManager[ServerProcess]:
         """llama_cpp.server, ready, with plain attention in float32 as in `engines.LlamaCpp`."""
@@ -87,7 +87,10 @@ class ServingBenchmark:
 
         with contextlib.ExitStack() as stack:
             size = ("--max-num-seqs", str(CONCURRENCY), "--max-model-len", "1024")
-            server = stack.enter_context(self.server(*size))
+            servers = {
+                name: stack.enter_context(self.server(*size, *preset))
+                for name, preset in (("ours, served", ()), ("ours, off", ("--preset", "off")))
+            }
             try:
                 llama: ServerProcess | None = stack.enter_context(self.llama())
             except (EngineError, RuntimeError, OSError) as error:
@@ -95,8 +98,9 @@ class ServingBenchmark:
             for repetition in range(self.options.repeat):
                 prompts = Prompts(self.tokens, repetition)
                 array = self.array(prompts, requests)
-                totals = summary(drive(server.url, requests, prompts, CONCURRENCY))
-                note("ours, served", repetition, totals["output_tokens"], totals["seconds"])
+                for name, server in servers.items():
+                    totals = summary(drive(server.url, requests, prompts, CONCURRENCY))
+                    note(name, repetition, totals["output_tokens"], totals["seconds"])
                 for engine in ("ours", "transformers"):
                     with self.report_failure(engine):
                         if not repetition:
@@ -104,14 +108,14 @@ class ServingBenchmark:
                         note(
                             engine, repetition, count * steps, self.static_batch_seconds(engine, array, steps)
                         )
-                with self.report_failure("transformers-batched"):
-                    file = self.work / "prompts.npy"
-                    np.save(file, array)
-                    self.engines.call("transformers-batched", "open", count, 0)
-                    if not repetition:
-                        self.engines.call("transformers-batched", "requests", str(file), 2)
-                    took = self.engines.call("transformers-batched", "requests", str(file), steps)["seconds"]
-                    note("transformers-batched", repetition, count * steps, took)
+                np.save(file := self.work / "prompts.npy", array)
+                for engine in ("transformers-batched", "openvino-batched"):
+                    with self.report_failure(engine):
+                        self.engines.call(engine, "open", CONCURRENCY, length + steps)
+                        if not repetition:
+                            self.engines.call(engine, "requests", str(file), 2)
+                        took = self.engines.call(engine, "requests", str(file), steps)["seconds"]
+                        note(engine, repetition, count * steps, took)
                 if llama is not None:  # it runs one request at a time: fewer measure the same
                     fewer_requests = requests[: max(16, count // 4)]
                     text = TextPrompts(prompts, self.model)

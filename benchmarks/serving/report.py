@@ -17,9 +17,11 @@ WITHDRAWN = {
 }
 NAMES = {
     "ours, served": "ours, the server",
+    "ours, off": "ours, the server with `--preset off`",
     "ours": "ours, the offline loop in static batches",
     "transformers": "transformers, static batches",
     "transformers-batched": "transformers, continuous batching",
+    "openvino-batched": "OpenVINO GenAI, continuous batching",
     "llama_cpp.server": "llama_cpp.server",
 }
 

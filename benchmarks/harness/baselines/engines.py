@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .llamacpp_engine import LlamaCpp
-from .openvino_engine import OpenVINO
+from .openvino_engine import BatchedOpenVINO, OpenVINO
 from .transformers_engines import BatchedTransformers, CompiledTransformers, Transformers
 
 
@@ -96,6 +96,7 @@ ENGINES: dict[str, tuple[type, str]] = {  # the class, and the precision in whic
     "transformers-batched": (BatchedTransformers, "float32"),
     "torch-compile": (CompiledTransformers, "float32"),
     "openvino": (OpenVINO, "float32"),
+    "openvino-batched": (BatchedOpenVINO, "float32"),
     "llamacpp": (LlamaCpp, "float32"),
     **{
         f"{name}-{precision}": (engine, precision)

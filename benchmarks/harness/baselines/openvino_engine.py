@@ -37,15 +37,19 @@ class OpenVINO:
     def open(self, batch: int, capacity: int) -> None:
         self.handles, self.pipeline = [], None
         gc.collect()
+        self.capacity, scheduler = capacity, self._scheduler(batch, capacity)
+        self.pipeline: Any = self.genai.ContinuousBatchingPipeline(
+            self.model, scheduler, "CPU", self._pipeline_properties()
+        )
+
+    def _scheduler(self, batch: int, capacity: int) -> Any:
+        """How a pipeline schedules; arguments as in `open`."""
         scheduler = self.genai.SchedulerConfig()
         scheduler.num_kv_blocks = self.spare * (batch * -(-capacity // self.block) + batch)
         scheduler.max_num_batched_tokens = max(capacity, 2048)
         scheduler.dynamic_split_fuse = False  # prompts first, so that all rows start to decode together
         scheduler.enable_prefix_caching = False
-        self.capacity = capacity
-        self.pipeline: Any = self.genai.ContinuousBatchingPipeline(
-            self.model, scheduler, "CPU", self._pipeline_properties()
-        )
+        return scheduler
 
     def _pipeline_properties(self) -> dict[str, Any]:
         """The properties of a pipeline."""
@@ -56,17 +60,21 @@ class OpenVINO:
             handle.stop()
         while self.handles and self.pipeline.has_non_finished_requests():
             self.pipeline.step()
+        self._add(prompts, self.capacity - prompts.shape[1])
+        self.tokens: list[list[int]] = [[] for _ in prompts]
+        self.taken, self.tokens_read = 0, prompts.size
+        return self.decode(1)[:, 0]
+
+    def _add(self, prompts: np.ndarray, tokens: int) -> None:
+        """Add a request for so many greedy tokens after each of the prompts `[requests, length]`."""
         config = self.genai.GenerationConfig(
-            max_new_tokens=self.capacity - prompts.shape[1], do_sample=False, ignore_eos=True, **self.drafting
+            max_new_tokens=tokens, do_sample=False, ignore_eos=True, **self.drafting
         )
         config.set_eos_token_id(0)  # some end must be named, and is then ignored
         self.handles = [
             self.pipeline.add_request(index, self.openvino.Tensor(row[None].astype(np.int64)), config)
             for index, row in enumerate(prompts)
         ]
-        self.tokens: list[list[int]] = [[] for _ in prompts]
-        self.taken, self.tokens_read = 0, prompts.size
-        return self.decode(1)[:, 0]
 
     def decode(self, steps: int) -> np.ndarray:
         goal, self.passes = self.taken + steps, 0
@@ -82,3 +90,20 @@ class OpenVINO:
         return result
 
     warm = decode
+
+
+class BatchedOpenVINO(OpenVINO):
+    """OpenVINO GenAI's continuous batching as a server would run it: rows take turns, prompts are cut."""
+
+    def _scheduler(self, batch: int, capacity: int) -> Any:
+        scheduler = super()._scheduler(batch, capacity)
+        scheduler.max_num_seqs, scheduler.dynamic_split_fuse = batch, True
+        scheduler.max_num_batched_tokens = 256  # its default
+        return scheduler
+
+    def requests(self, prompts: np.ndarray, steps: int) -> np.ndarray:
+        """`steps` greedy tokens after each of the prompts `[requests, length]`, whatever they are."""
+        self._add(prompts, steps)
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        return np.array([next(iter(handle.read_all())).generated_ids for handle in self.handles])
