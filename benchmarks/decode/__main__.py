@@ -28,7 +28,7 @@ from ..harness.publishing import (
 )
 from . import measure, report
 
-OPTIONAL = ("torch-compile", "transformers-batched", "openvino-batched")
+OPTIONAL = ("torch-compile", "ours-batched", "transformers-batched", "openvino-batched")
 DEFAULT = [name for name, (_, kind) in ENGINES.items() if name not in OPTIONAL and not kind.startswith("int")]
 
 

@@ -22,6 +22,7 @@ from .workload import TextPrompts, drive, engine_state, sustained
 
 STUDIES = ("throughput", "latency", "load")
 CONCURRENCY = 64
+BATCHED = ("ours-batched", "transformers-batched", "openvino-batched")  # engines without a server
 
 
 class ServingBenchmark:
@@ -80,6 +81,7 @@ class ServingBenchmark:
         """Output tokens per second of 64 requests at a time, by engine, taking turns."""
         length, steps, count = (32, 8, 64) if self.quick else (128, 128, 256)
         requests = [Arrival(0.0, length, steps)] * count
+        fewer = max(16, count // 4)  # of an engine that is slow
         rows: list[dict[str, Any]] = []
 
         def note(engine: str, repetition: int, tokens: int, seconds: float) -> None:
@@ -108,21 +110,21 @@ class ServingBenchmark:
                         note(
                             engine, repetition, count * steps, self.static_batch_seconds(engine, array, steps)
                         )
-                np.save(file := self.work / "prompts.npy", array)
-                for engine in ("transformers-batched", "openvino-batched"):
+                for engine in BATCHED:
+                    some = array[:fewer] if engine == "transformers-batched" else array
+                    np.save(file := self.work / "prompts.npy", some)
                     with self.report_failure(engine):
                         self.engines.call(engine, "open", CONCURRENCY, length + steps)
                         if not repetition:
                             self.engines.call(engine, "requests", str(file), 2)
                         took = self.engines.call(engine, "requests", str(file), steps)["seconds"]
-                        note(engine, repetition, count * steps, took)
-                if llama is not None:  # it runs one request at a time: fewer measure the same
-                    fewer_requests = requests[: max(16, count // 4)]
+                        note(engine, repetition, len(some) * steps, took)
+                if llama is not None:
                     text = TextPrompts(prompts, self.model)
                     # It takes no `ignore_eos`; this makes the end of the text impossible.
                     body = {"logit_bias": {"1": -100.0}, "stream_options": None}
                     with self.report_failure("llama_cpp.server"):
-                        totals = summary(drive(llama.url, fewer_requests, text, CONCURRENCY, **body))
+                        totals = summary(drive(llama.url, requests[:fewer], text, CONCURRENCY, **body))
                         note("llama_cpp.server", repetition, totals["output_tokens"], totals["seconds"])
         return rows
 

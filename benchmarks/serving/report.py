@@ -18,6 +18,7 @@ WITHDRAWN = {
 NAMES = {
     "ours, served": "ours, the server",
     "ours, off": "ours, the server with `--preset off`",
+    "ours-batched": "ours, `LLM`",
     "ours": "ours, the offline loop in static batches",
     "transformers": "transformers, static batches",
     "transformers-batched": "transformers, continuous batching",
@@ -113,6 +114,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         f"{results['cpu']}, {results['threads']} threads for every engine, {results['date']}.",
         f"Load before the start {results['load_average']:.1f}. The client runs on the same cores.",
         "The embedded model in float32, greedy; prompts and texts of the first table have 128 tokens each.",
+        "All have 256 requests, transformers' continuous batching and llama_cpp.server 64.",
         "Ranges are over repetitions in which the engines take turns; ratios are of the same repetition.",
     ]
     if rows := results["studies"].get("load"):

@@ -35,8 +35,10 @@ SECONDS_WHILE_WAITING, SECONDS_WHEN_FULL = 0.04, 0.06
 # rows taken, launches of steps are longer, and so may chunks be.
 SECONDS_OF_CHUNK = 0.03
 # Where the device shares its processors with the threads that deliver text, each launch takes time from them.
-# With all rows taken, launches are longer by this factor.
+# With all rows taken, launches are longer by this factor, and with free rows they take these seconds for each
+# row, at least: several times as long as it takes to deliver its text.
 SHARED_PROCESSORS = 2.5
+SHARED_SECONDS_OF_ROW = 0.00075
 LONGEST_GAP = 0.01  # seconds of the host between two launches; more, and it had no work
 UNTRIED_STEPS = 8  # of a sequence, before the rates of its launches say what drafts are worth to it
 LONGEST_DEFERRAL = 0.4  # seconds that decoding rows may wait for others that soon finish their prefill
@@ -74,6 +76,7 @@ class LaunchPlanner:
         factor = 1 if overlapped else SHARED_PROCESSORS
         self.seconds_while_waiting = SECONDS_WHILE_WAITING * factor
         self.seconds_when_full = SECONDS_WHEN_FULL * factor
+        self.seconds_of_row = 0.0 if overlapped else SHARED_SECONDS_OF_ROW
         self.min_length = np.zeros(sizes.rows, np.int32)
         self.report_logprobs = np.zeros(sizes.rows, bool)
         self.drafts = np.zeros(sizes.rows, bool)
@@ -222,7 +225,8 @@ class LaunchPlanner:
         if len(running) + prefilling < self.sizes.rows:
             if any(s.num_scheduled == 0 for s in running):
                 return 1  # the first token of a sequence does not wait for a second
-            seconds = SECONDS_WHILE_PREFILLING if prefilling else SECONDS_WITH_FREE_ROWS
+            deliveries = self.seconds_of_row * len(running)
+            seconds = SECONDS_WHILE_PREFILLING if prefilling else max(SECONDS_WITH_FREE_ROWS, deliveries)
         elif waiting or prefilling:
             # The more sequences are in prefill, the sooner they should share the steps.
             seconds = self.seconds_while_waiting * len(running) / (len(running) + prefilling)

@@ -4,6 +4,7 @@ Every engine is imported where it is used, so that this file can be imported in 
 of them; only numpy must be there. `weights` puts the weights where they are read from.
 """
 
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -90,8 +91,38 @@ class Ours:
     warm = decode
 
 
+class BatchedOurs:
+    """Our engine behind `LLM`, without HTTP, for `benchmarks.serving`: all requests at once."""
+
+    def __init__(self, directory: Path, threads: int, precision: str) -> None:
+        import jax
+
+        self.model, self.dtype, self.llm = directory / "huggingface", precision, None
+        self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
+
+    def open(self, batch: int, capacity: int) -> None:
+        from entropic_jax import LLM
+
+        if self.llm is None:
+            self.llm: Any = LLM(
+                self.model, dtype=self.dtype, max_num_seqs=batch, max_model_len=1024, warmup="full"
+            )
+            while not self.llm.ready():
+                time.sleep(0.1)
+
+    def requests(self, prompts: np.ndarray, steps: int) -> np.ndarray:
+        """`steps` greedy tokens after each of the prompts `[requests, length]`, whatever they are."""
+        from entropic_jax import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=steps, ignore_eos=True)
+        texts = [{"prompt_token_ids": prompt} for prompt in prompts.tolist()]
+        outputs = self.llm.generate(texts, params, use_tqdm=False)
+        return np.array([output.outputs[0].token_ids for output in outputs])
+
+
 ENGINES: dict[str, tuple[type, str]] = {  # the class, and the precision in which it computes
     "ours": (Ours, "float32"),
+    "ours-batched": (BatchedOurs, "float32"),
     "transformers": (Transformers, "float32"),
     "transformers-batched": (BatchedTransformers, "float32"),
     "torch-compile": (CompiledTransformers, "float32"),

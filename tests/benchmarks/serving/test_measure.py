@@ -75,7 +75,15 @@ def test_studies(work, study, monkeypatch):
     assert lines and all(len(line) == len(head) for line in lines)
     assert report.notes(results)
     if study == "throughput":
-        names = {"ours, served", "ours, off", "ours", "transformers", "openvino-batched", "llama_cpp.server"}
+        names = {
+            "ours-batched",
+            "ours, served",
+            "ours, off",
+            "ours",
+            "transformers",
+            "openvino-batched",
+            "llama_cpp.server",
+        }
         assert {row["engine"] for row in rows} == names
         assert bench.failures == {"transformers-batched": "it is not installed"}
         static = [row["rate"] for row in rows if row["engine"] == "transformers"]
