@@ -1,5 +1,6 @@
 """The scheduling policy of an engine, and the presets that it accepts in requests."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -173,6 +174,22 @@ def test_a_launch_drafts_for_grammars_where_their_plans_expect_tokens():
         planner._drafts_pay([sequence], {0: much}, 1, beside_chunk=False) for _ in range(LONGEST_WAIT + 2)
     ]
     assert tried == [False] * LONGEST_WAIT + [True, False]
+
+
+@pytest.mark.parametrize(("running", "seconds_of_row", "steps"), [(8, 0.001, 2), (50, 0.001, 5), (50, 0.0, 2)])
+def test_with_free_rows_a_launch_lasts_as_long_as_its_texts_need_to_be_delivered(
+    running, seconds_of_row, steps
+):
+    planner = LaunchPlanner.__new__(LaunchPlanner)
+    planner.sizes = SimpleNamespace(rows=64, shapes=SimpleNamespace(capacity=64, plan=None))
+    planner.seconds_of_row = seconds_of_row
+    planner.costs = SimpleNamespace(step_seconds=lambda width, speculates: 0.0099)
+    planner.draft_choice = SimpleNamespace(begins_try=lambda width, speculates: False)
+    planner.decode_program = lambda running, speculates: DecodeProgram(64, None, False, speculates)
+    rows = [SimpleNamespace(num_scheduled=1)] * running
+    number = partial(planner.num_steps, rows, 99, waiting=False, speculates=False, plans={})
+    assert number(prefilling=0) == steps
+    assert number(prefilling=1) == 1, "a prompt does not wait for texts"
 
 
 def test_a_row_with_one_branch_does_not_search():

@@ -97,14 +97,15 @@ class BatchedOurs:
     def __init__(self, directory: Path, threads: int, precision: str) -> None:
         import jax
 
-        self.model, self.dtype, self.llm = directory / "huggingface", precision, None
+        self.model, self.dtype = directory / "huggingface", precision
+        self.llm: Any = None
         self.version, self.detail = f"entropic_jax on jax {jax.__version__}", ""
 
     def open(self, batch: int, capacity: int) -> None:
         from entropic_jax import LLM
 
         if self.llm is None:
-            self.llm: Any = LLM(
+            self.llm = LLM(
                 self.model, dtype=self.dtype, max_num_seqs=batch, max_model_len=1024, warmup="full"
             )
             while not self.llm.ready():
