@@ -176,7 +176,9 @@ def test_a_launch_drafts_for_grammars_where_their_plans_expect_tokens():
     assert tried == [False] * LONGEST_WAIT + [True, False]
 
 
-@pytest.mark.parametrize(("running", "seconds_of_row", "steps"), [(8, 0.001, 2), (50, 0.001, 5), (50, 0.0, 2)])
+@pytest.mark.parametrize(
+    ("running", "seconds_of_row", "steps"), [(8, 0.001, 2), (50, 0.001, 5), (50, 0.0, 2)]
+)
 def test_with_free_rows_a_launch_lasts_as_long_as_its_texts_need_to_be_delivered(
     running, seconds_of_row, steps
 ):
