@@ -111,14 +111,14 @@ class ServingBenchmark:
                             engine, repetition, count * steps, self.static_batch_seconds(engine, array, steps)
                         )
                 for engine in BATCHED:
-                    some = array[:fewer] if engine == "transformers-batched" else array
-                    np.save(file := self.work / "prompts.npy", some)
+                    batch = array[:fewer] if engine == "transformers-batched" else array
+                    np.save(file := self.work / "prompts.npy", batch)
                     with self.report_failure(engine):
                         self.engines.call(engine, "open", CONCURRENCY, length + steps)
                         if not repetition:
                             self.engines.call(engine, "requests", str(file), 2)
                         took = self.engines.call(engine, "requests", str(file), steps)["seconds"]
-                        note(engine, repetition, len(some) * steps, took)
+                        note(engine, repetition, len(batch) * steps, took)
                 if llama is not None:
                     text = TextPrompts(prompts, self.model)
                     # It takes no `ignore_eos`; this makes the end of the text impossible.

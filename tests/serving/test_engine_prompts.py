@@ -71,14 +71,14 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_once(exact, monkeypatch
     alone = list(exact.submit(scored))
     scheduler, then, scored_before = exact.scheduler, getattr(exact.scheduler, phase), []
 
-    def preempt_in_prefill(*arguments):
+    def preempt_in_prefill(*arguments, **options):
         begun = [s for s in scheduler.batch.prefilling if s.num_prefilled and not s.prompt_scored]
         if begun and not begun[0].preemptions and len(scheduler.batch.occupied) > 1:
             scheduler.collect_all()
             scored_before.append(len(begun[0].prompt_scores))
             scheduler._preempt()
             assert begun[0].row < 0
-        return then(*arguments)
+        return then(*arguments, **options)
 
     def scored_last(sequences, *_):
         return sorted(sequences, key=lambda s: s.engine_request.prompt_logprobs is not None)

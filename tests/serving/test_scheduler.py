@@ -112,7 +112,7 @@ def test_what_is_due_is_compressed_before_decoding():
     subject.planner = SimpleNamespace(
         defer_decode=lambda *arguments: calls.append(("defer", *arguments)) or True
     )
-    launched = subject._decode(constrained=False)
+    launched = subject._decode(constrained=False, beside_chunk=False)
     assert calls == [("compress",), ("defer", 1, [], False)]
     assert launched.running == [] and launched.steps == 0 and launched.output is None
 
