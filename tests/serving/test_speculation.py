@@ -104,7 +104,7 @@ def expected(off):
 )
 def test_a_crowd_gets_the_tokens_of_plain_decoding(suffix, expected, overlapped, always, monkeypatch):
     if always:  # else launches with and without drafts alternate, by how fast each kind is on this machine
-        monkeypatch.setattr(DraftChoice, "drafts", lambda *_: True)
+        monkeypatch.setattr(DraftChoice, "drafts", lambda *_, **__: True)
     before = suffix.snapshot()
     suffix.scheduler.overlapped = overlapped
     assert results(suffix, requests()) == expected
