@@ -115,6 +115,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         f"Load before the start {results['load_average']:.1f}. The client runs on the same cores.",
         "The embedded model in float32, greedy; prompts and texts of the first table have 128 tokens each.",
         "All have 256 requests, transformers' continuous batching and llama_cpp.server 64.",
+        "OpenVINO GenAI has its default settings, and others were not compared.",
         "Ranges are over repetitions in which the engines take turns; ratios are of the same repetition.",
     ]
     if rows := results["studies"].get("load"):

@@ -93,7 +93,7 @@ class OpenVINO:
 
 
 class BatchedOpenVINO(OpenVINO):
-    """OpenVINO GenAI's continuous batching as a server would run it: rows take turns, prompts are cut."""
+    """OpenVINO GenAI's continuous batching with its defaults: prompts are prefilled in chunks."""
 
     def _scheduler(self, batch: int, capacity: int) -> Any:
         scheduler = super()._scheduler(batch, capacity)
