@@ -4,9 +4,8 @@
     LLAMACPP_PYTHON=… OPENVINO_PYTHON=… python -m benchmarks.serving  # interpreters that have these libraries
 
 `throughput`: 64 requests at a time, every engine on the same prompts and weights, taking turns. `latency`:
-time to the first token of a lone request, and of a bare prefill. `load`: arrivals of a trace with more
-sequences than rows, the entropic schedule and first come, first served, everything else equal. Prompts are
-cut from text that the model was not trained on.
+time to the first token of a lone request, and of a bare prefill. `load`: more sequences than rows, by order
+of admission, with limits that are loose. Prompts are cut from text that the model was not trained on.
 """
 
 import argparse
@@ -37,9 +36,6 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=600.0, help="most seconds of one call of an engine")
     parser.add_argument(
         "--utilisation", type=float, default=1.25, help="load, as a share of what FCFS can do"
-    )
-    parser.add_argument(
-        "--scale", type=float, help="of the trace's lengths (default: 99 %% within 512 tokens)"
     )
     for library in ("llamacpp", "openvino"):
         variable = f"{library.upper()}_PYTHON"

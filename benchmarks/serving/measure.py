@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from entropic_jax.serving.bench import arrivals as laws
 from entropic_jax.serving.bench.arrivals import Arrival
 from entropic_jax.serving.bench.measures import first_token, summary
 from entropic_jax.serving.bench.prompts import Prompts
@@ -18,7 +17,8 @@ from ..harness.baselines.float32_model import write_float32
 from ..harness.baselines.pool import EngineError, EnginePool
 from ..harness.held_out_text import module_tokens
 from ..harness.server_process import ServerProcess, ours, running
-from .workload import TextPrompts, drive, engine_state, sustained
+from . import admission
+from .workload import TextPrompts, drive
 
 STUDIES = ("throughput", "latency", "load")
 CONCURRENCY = 64
@@ -159,45 +159,5 @@ class ServingBenchmark:
         return rows
 
     def load(self) -> list[dict[str, Any]]:
-        """Latencies under trace arrivals with more sequences than rows, by schedule, taking turns."""
-        rows: list[dict[str, Any]] = []
-        count, width = (24, 4) if self.quick else (300, 8)
-        common = ("--max-num-seqs", str(width), "--max-model-len", "2048", "--preset", "full-lossy")
-        with (
-            self.server(*common, "--scheduling-policy", "entropic") as entropic,
-            self.server(*common, "--scheduling-policy", "fcfs") as fcfs,
-        ):
-            for trace in ("azure-conversation", "azure-code"):
-                drawn = laws.drawn_like(trace, count, 1.0, None, 0)
-                factor = self.options.scale or laws.fitting_factor(drawn, 512)
-                sized = laws.scaled(drawn, factor, 2000)
-                prompts = Prompts(self.tokens, 7)
-                for server in (entropic, fcfs):  # both are warm then; the rate is that of the second
-                    outcomes = drive(server.url, sized, prompts, 4 * width)
-                capacity = summary(outcomes)
-                rate = self.options.utilisation * sustained(outcomes, 4 * width)
-                timed = [a._replace(time=a.time / rate) for a in sized]
-                slo = {"e2e": 4 * capacity["e2e"]["mean"]}
-                for repetition in range(self.options.repeat):
-                    fresh_prompts = Prompts(self.tokens, 20 + repetition)
-                    for policy, server in (("entropic", entropic), ("fcfs", fcfs)):
-                        body = {"temperature": 0.8, "entropic": {"preset": "full-lossy"}, "seed": repetition}
-                        latency = summary(drive(server.url, timed, fresh_prompts, **body), slo)
-                        rows.append(
-                            {
-                                "trace": trace,
-                                "policy": policy,
-                                "repetition": repetition,
-                                "rate": rate,
-                                "slo": slo["e2e"],
-                                "mean": latency["e2e"]["mean"],
-                                "p95": latency["e2e"]["p95"],
-                                "first": latency["ttft"]["mean"],
-                                "longest_wait": latency["ttft"]["max"],
-                                "rounds": (state := engine_state(server.url))["longest_wait"],
-                                "allowed": state["longest_wait_allowed"],
-                                "goodput": latency["goodput"],
-                                "within": latency["within_slo"],
-                            }
-                        )
-        return rows
+        """Latencies with more sequences than rows, by order of admission, taking turns."""
+        return admission.measure(self)

@@ -3,18 +3,11 @@
 import statistics
 from typing import Any
 
-from ..harness.provenance import stamp, withdraw
+from ..harness.provenance import stamp
 from ..harness.tables import Table
 
 Rows = list[dict[str, Any]]
 MEASURED_CODE = ("serving", "entropic_jax", "models")
-WITHDRAWN = {
-    "Under load: more sequences than rows": (
-        "the client stated `max_tokens` as the exact length and `ignore_eos`, and π divides by the work left "
-        "of `max_tokens`: the schedule was told every length. E[ΔH⁺] of a request that has not begun is the "
-        "same for all, so entropy had no part in the order of admission."
-    ),
-}
 NAMES = {
     "ours, served": "ours, the server",
     "ours, off": "ours, the server with `--preset off`",
@@ -70,33 +63,33 @@ def latency(rows: Rows) -> Table:
 
 
 def load(rows: Rows) -> Table:
-    """Our schedule against first come, first served."""
+    """Latencies by what limits say and by order of admission."""
     lines = []
-    for trace in dict.fromkeys(row["trace"] for row in rows):
-        base = [row for row in rows if row["trace"] == trace and row["policy"] == "fcfs"]
-        for policy in ("fcfs", "entropic"):
-            selected = [row for row in rows if row["trace"] == trace and row["policy"] == policy]
+    for limits in dict.fromkeys(row["limits"] for row in rows):
+        base = [row for row in rows if row["limits"] == limits and row["policy"] == "fcfs"]
+        for policy in dict.fromkeys(row["policy"] for row in rows):
+            selected = [row for row in rows if row["limits"] == limits and row["policy"] == policy]
 
-            def column(name, scale=1.0):
+            def column(name: str, scale: float = 1.0) -> str:
                 return spread([row[name] * scale for row in selected])
 
-            over = "" if policy == "fcfs" else spread(ratios(selected, base, "mean"))
-            rounds, bound = max(row["rounds"] for row in selected), min(row["allowed"] for row in selected)
+            over = (
+                ["", ""] if policy == "fcfs" else [spread(ratios(selected, base, n)) for n in ("mean", "p95")]
+            )
             lines.append(
                 [
-                    trace,
-                    f"{selected[0]['rate']:.2f}",
+                    limits,
                     policy,
                     column("mean", 1e-3),
-                    over,
+                    over[0],
                     column("p95", 1e-3),
+                    over[1],
                     column("longest_wait", 1e-3),
-                    f"{rounds:.1f} ({bound:.0f})",
                     column("within", 100),
                 ]
             )
-    head = ["trace", "requests/s", "schedule", "mean, s", "÷ fcfs", "p95, s", "longest to first token, s"]
-    head += ["longest wait, rounds (bound)", "within SLO, %"]
+    head = ["`max_tokens`", "schedule", "mean, s", "÷ fcfs", "p95, s", "÷ fcfs", "longest to first token, s"]
+    head.append("within the bound, %")
     return "Under load: more sequences than rows", head, lines
 
 
@@ -119,13 +112,7 @@ def notes(results: dict[str, Any]) -> list[str]:
         "Ranges are over repetitions in which the engines take turns; ratios are of the same repetition.",
     ]
     if rows := results["studies"].get("load"):
-        first = [row for row in rows if row["repetition"] == 0 and row["policy"] == "fcfs"]
-        bounds = ", ".join(f"{r['slo'] / 1e3:.2f} s ({r['trace']})" for r in first)
-        sentences.append(
-            f"Load: arrivals and lengths with the trace's published statistics, scaled to the model, at "
-            f"{results['utilisation']:.0%} of the rate that first come, first served sustains. Both servers "
-            f"run the preset `full-lossy`; SLO: end to end within four times the mean at that rate, {bounds}."
-        )
+        sentences += load_notes(rows, results["utilisation"])
     if results.get("versions"):
         sentences.append(
             "; ".join(f"{name}: {version}" for name, version in results["versions"].items()) + "."
@@ -136,12 +123,27 @@ def notes(results: dict[str, Any]) -> list[str]:
     return sentences
 
 
+def load_notes(rows: Rows, utilisation: float) -> list[str]:
+    """The workload of the last table."""
+    rates, bounds = (spread([row[name] for row in rows]) for name in ("rate", "bound"))
+    lengths = ", ".join(
+        f"{spread([row[f'length_{name}'] for row in rows], '.0f')} ({words})"
+        for name, words in (("p50", "median"), ("mean", "mean"), ("p99", "99th percentile"))
+    )
+    equal = min(row["equal"] for row in rows)
+    load = f"{rates} requests a second (Poisson), {utilisation:.0%} of what first come, first served sustains"
+    return [
+        f"Load: {load}. A text ends at an empty line, which the server cannot foresee: tokens {lengths}.",
+        f"Bound: end to end within four times the mean at the sustained rate, {bounds} ms.",
+        f"In every run under load at least {equal:.1%} of the texts were those of the first run.",
+    ]
+
+
 def stamps(results: dict[str, Any]) -> dict[str, str]:
     """Date and commit of each table: studies are measured in runs of their own."""
     studies = results["studies"]
-    lines = {
+    return {
         make(studies[name])[0]: stamp([results["runs"][name]], MEASURED_CODE)
         for name, make in TABLES.items()
         if studies.get(name)
     }
-    return withdraw(lines, WITHDRAWN)

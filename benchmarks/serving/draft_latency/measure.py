@@ -60,6 +60,8 @@ def cell(
 ) -> dict[str, Any]:
     """The runs of one length of prompts: the sustained rate of `off`, and each server's figures below it.
 
+    As a control of equal texts, `off` gets each repetition's requests once more, in a closed loop.
+
     Args:
         servers: the servers, by their presets.
         tokens: the text that prompts are taken from.
@@ -76,7 +78,7 @@ def cell(
         rates[preset] = sustained(drive(servers[preset].url, drawn, prompts, queue, **body), queue)
     rate = options.load * rates[OFF]
     timed = [arrival._replace(time=arrival.time / rate) for arrival in drawn]
-    runs, equal = [], []
+    runs, equal, control = [], [], []
     for repetition in range(options.repeat):
         outcomes = {}
         for preset in (OFF, ON) if repetition % 2 == 0 else (ON, OFF):
@@ -85,10 +87,18 @@ def cell(
                 servers[preset].url, timed, Prompts(tokens, seed), options, seed
             )
             runs.append({"preset": preset, "repetition": repetition, **figures})
-        pairs = zip(outcomes[OFF], outcomes[ON], strict=True)
-        equal.append(sum(plain.text == drafted.text for plain, drafted in pairs))
+        seed = CAPACITY_SEED + 1 + repetition
+        body = {"temperature": options.temperature, "seed": seed}
+        crowded = drive(servers[OFF].url, timed, Prompts(tokens, seed), queue, **body)
+        equal.append(equal_texts(outcomes[OFF], outcomes[ON]))
+        control.append(equal_texts(outcomes[OFF], crowded))
     cell = {"context": context, "requests": options.requests, "texts": texts, "sustained": rates}
-    return cell | {"rate": rate, "equal": equal, "runs": runs}
+    return cell | {"rate": rate, "equal": equal, "control": control, "runs": runs}
+
+
+def equal_texts(some: list[Outcome], others: list[Outcome]) -> int:
+    """How many requests have the same text in both runs."""
+    return sum(one.text == other.text for one, other in zip(some, others, strict=True))
 
 
 def stream(

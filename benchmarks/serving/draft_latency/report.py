@@ -46,7 +46,7 @@ def tables(results: dict[str, Any]) -> list[Table]:
                     spread([run["first"]["p99"] for run in measured], "{:.0f}"),
                     str(drafted),
                     f"{accepted / drafted:.2f}" if drafted else "–",
-                    f"{sum(cell['equal'])} of {len(cell['equal']) * cell['requests']}",
+                    equal_texts(cell, preset),
                 ]
             )
     header = [
@@ -60,8 +60,14 @@ def tables(results: dict[str, Any]) -> list[Table]:
     header.append("p99, meso ÷ off")
     title = f"Pauses of streams at {results['load']:.0%} of the rate that `off` sustains"
     columns = ["prompts, tokens", "preset", "sustained requests/s", "offered", "tokens/s", "tokens an event"]
-    columns += ["first token, p99, ms", "drafted tokens verified", "accepted ÷ verified", "texts equal"]
+    columns += ["first token, p99, ms", "drafted tokens verified", "accepted ÷ verified", "texts of `off`"]
     return [(title, header, gaps), ("The same runs", columns, runs)]
+
+
+def equal_texts(cell: dict[str, Any], preset: str) -> str:
+    """How many texts are those of `off`; in its own row, of `off` under another load."""
+    equal = cell.get("control", []) if preset == OFF else cell["equal"]
+    return f"{sum(equal)} of {len(equal) * cell['requests']}" if equal else "–"
 
 
 def of_preset(cell: dict[str, Any], preset: str) -> list[dict[str, Any]]:
@@ -102,7 +108,11 @@ def notes(results: dict[str, Any]) -> list[str]:
     event += "equal part of its time. The first event of a text has none of these times."
     rate = f"The sustained rate is that of a closed loop of {QUEUE} requests for each row. Ratios are of the "
     rate += f"same repetition. The bar is a p99 of at most {BAR:g} times that of `off`."
-    return [setting, event, rate]
+    equal = (
+        "*Texts of `off`*: how many texts are those of `off`; in its own row, those of `off` once more, in "
+    )
+    equal += "the closed loop."
+    return [setting, event, rate, equal]
 
 
 def stamps(results: dict[str, Any]) -> str:

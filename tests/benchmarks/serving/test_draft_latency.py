@@ -29,11 +29,13 @@ def results(monkeypatch):
     counts = iter(range(0, 10**6, 10))
     state = lambda url: {measure.DRAFTED: (n := next(counts)), measure.ACCEPTED: n // 2}
     monkeypatch.setattr(measure, "engine_state", state)
-    sent = {}
+    sent, loops = {}, []
 
     def hurried(url, requests, prompts, concurrency=None, **body):
         """Arrivals come faster than they would, and the second server sends three tokens an event."""
-        if concurrency is None:
+        if concurrency is not None:
+            loops.append(concurrency)
+        else:
             sent.setdefault(url, []).append(([a.time for a in requests], prompts.seed, body["seed"]))
         soon = [arrival._replace(time=0.0) for arrival in requests]
         fake = {"gap": 0.002, "per_chunk": 3 if url == drafting.url else 1}
@@ -49,12 +51,13 @@ def results(monkeypatch):
         times, *_ = sent[plain.url][0]
         assert times[-1] > 0 and len({seed for _, seed, _ in sent[plain.url]}) == OPTIONS.repeat
     described = {"cpu": "", "model": "m", "dtype": "float32", "rows": 2, "load": 0.7, "temperature": 0.7}
-    return {**described, "date": "2026-01-01", "commit": "0123abc", "cells": [cell]}
+    return {**described, "date": "2026-01-01", "commit": "0123abc", "cells": [cell], "closed loops": loops}
 
 
 def test_a_part_of_the_sustained_rate_is_offered_to_both(results):
     (cell,) = results["cells"]
-    assert cell["rate"] == pytest.approx(7.0) and cell["equal"] == [8, 8]
+    assert cell["rate"] == pytest.approx(7.0) and cell["equal"] == cell["control"] == [8, 8]
+    assert results["closed loops"] == [4, 4, 4, 4], "two that warm up, and two that are a control"
     assert [run["preset"] for run in cell["runs"]] == ["off", "meso", "meso", "off"]
     (title, header, gaps), (_, columns, runs) = report.tables(results)
     assert "70%" in title and [row[:2] for row in gaps] == [["4–16", kind] for kind in report.KINDS]
@@ -67,5 +70,7 @@ def test_a_part_of_the_sustained_rate_is_offered_to_both(results):
 
 def test_texts_that_differ_are_counted(results):
     (cell,) = results["cells"]
-    cell["equal"] = [8, 7]
-    assert report.tables(results)[1][2][0][-1] == "15 of 16"
+    cell["equal"], cell["control"] = [8, 7], [6, 8]
+    assert [row[-1] for row in report.tables(results)[1][2]] == ["14 of 16", "15 of 16"]
+    texts = [[Outcome(0.0, 0.0, 1, 1, text=text) for text in several] for several in ("abc", "abd")]
+    assert measure.equal_texts(*texts) == 2

@@ -9,10 +9,11 @@ import pytest
 from benchmarks.harness.baselines.float32_model import write_float32
 from benchmarks.harness.baselines.pool import EngineError
 from benchmarks.harness.held_out_text import module_tokens
-from benchmarks.serving import report
+from benchmarks.serving import admission, report
 from benchmarks.serving.measure import STUDIES, ServingBenchmark
 from benchmarks.serving.workload import drive
 from entropic_jax.serving.bench.arrivals import Arrival
+from entropic_jax.serving.bench.client import Outcome
 from entropic_jax.serving.bench.prompts import Prompts
 from entropic_jax.serving.options.model import EMBEDDED
 from tests.serving.fake_server import FakeServer
@@ -23,7 +24,7 @@ class Pretended(ServingBenchmark):
 
     def __init__(self, work, model) -> None:
         self.options = argparse.Namespace(
-            model=EMBEDDED, repeat=2, threads=2, utilisation=0.9, scale=0.02, quick=True, limit=1.0
+            model=EMBEDDED, repeat=2, threads=2, utilisation=0.9, quick=True, limit=1.0
         )
         self.quick, self.work, self.model = True, work, model
         self.tokens = module_tokens(EMBEDDED / "tokenizer.json")
@@ -65,8 +66,7 @@ def test_studies(work, study, monkeypatch):
     bench = Pretended(work, work / "huggingface")
     # Loads of a trace come faster than they would: nothing here takes time.
     monkeypatch.setattr("benchmarks.serving.measure.drive", hurried())
-    waited = {"longest_wait": 2.0, "longest_wait_allowed": 81.0}
-    monkeypatch.setattr("benchmarks.serving.measure.engine_state", lambda url: waited)
+    monkeypatch.setattr("benchmarks.serving.admission.drive", hurried())
     rows = getattr(bench, study)()
     assert {row["repetition"] for row in rows} == {0, 1}
     results = {"cpu": "", "threads": 2, "date": "", "load_average": 0.0, "utilisation": 0.9}
@@ -89,9 +89,19 @@ def test_studies(work, study, monkeypatch):
         static = [row["rate"] for row in rows if row["engine"] == "transformers"]
         assert static == [64 * 8 / 0.5] * 2  # 64 requests of 8 tokens in one prefill and one decode
     if study == "load":
-        assert [set(s) & {"entropic", "fcfs"} for s in bench.servers] == [{"entropic"}, {"fcfs"}]
-        differ = [[a for a in s if a not in ("entropic", "fcfs")] for s in bench.servers]
-        assert differ[0] == differ[1], "everything but the schedule is equal"
+        assert [arguments[-1] for arguments in bench.servers] == list(admission.POLICIES)
+        assert len({arguments[:-1] for arguments in bench.servers}) == 1, "everything but the order is equal"
+        assert {row["equal"] for row in rows if row["limits"] == admission.SAME} == {1.0}
+
+
+def test_limits_are_the_same_or_near_the_length():
+    drawn = [Arrival(2.0, 50, admission.LONGEST)] * 50
+    known = [Outcome(0.0, 0.0, 50, admission.LONGEST, output_tokens=10 + i) for i in range(50)]
+    same, within = admission.workloads(drawn, known, 4.0, 0).values()
+    assert {arrival.time for arrival in [*same, *within]} == {0.5}
+    assert {arrival.output_tokens for arrival in same} == {admission.LONGEST}
+    factors = [a.output_tokens / o.output_tokens for a, o in zip(within, known, strict=True)]
+    assert min(factors) >= 1 and max(factors) < admission.FACTOR + 0.1 and max(factors) > 2
 
 
 def hurried():

@@ -27,11 +27,11 @@ RESULTS = {
         "latency": [{"length": 128, "repetition": 0, "served": 15.0, "bare": 10.0}],
         "load": [
             {
-                **dict(trace="azure-code", policy=policy, repetition=i, rate=2.0, slo=4000.0),
-                **dict(mean=mean, p95=3 * mean, first=mean / 2, longest_wait=mean, goodput=1.0, within=0.5),
-                **dict(rounds=mean / 100, allowed=95.0),
+                **dict(limits="512 for all", policy=policy, repetition=i, rate=2.0, bound=4000.0, equal=1.0),
+                **dict(mean=mean, p95=3 * mean, longest_wait=mean, within=0.5),
+                **dict(length_mean=40.0, length_p50=20.0, length_p99=300.0),
             }
-            for policy, means in (("entropic", (800.0, 900.0)), ("fcfs", (1000.0, 1000.0)))
+            for policy, means in (("fcfs", (1000.0, 1000.0)), ("predicted", (800.0, 900.0)))
             for i, mean in enumerate(means)
         ],
     },
@@ -47,16 +47,15 @@ def test_ratios_are_of_the_same_repetition():
     assert grids["First token of a lone request, p50"] == [
         ["128", "15 (15–15)", "10 (10–10)", "1.5 (1.5–1.5)"]
     ]
-    fcfs, entropic = grids["Under load: more sequences than rows"]
-    assert (fcfs[2], fcfs[3], fcfs[4]) == ("fcfs", "1 (1–1)", "")
-    assert (entropic[2], entropic[3], entropic[4]) == ("entropic", "0.85 (0.8–0.9)", "0.85 (0.8–0.9)")
-    assert (fcfs[7], entropic[7]) == ("10.0 (95)", "9.0 (95)")
+    fcfs, predicted = grids["Under load: more sequences than rows"]
+    assert fcfs[:4] == ["512 for all", "fcfs", "1 (1–1)", ""]
+    assert predicted[1:4] == ["predicted", "0.85 (0.8–0.9)", "0.85 (0.8–0.9)"]
 
 
 def test_a_failure_is_reported():
     text = markdown(report.tables(RESULTS), report.notes(RESULTS), "")
     assert "llama_cpp.server failed: it is not installed" in text
-    assert "90% of the rate" in text
+    assert "90% of what first come" in text
 
 
 @pytest.mark.parametrize("index", [0, 5])
