@@ -48,10 +48,9 @@ def measure(benchmark: "ServingBenchmark") -> list[dict[str, Any]]:
             prompts = Prompts(benchmark.tokens, seed)
             body = {"temperature": TEMPERATURE, "seed": seed, "ignore_eos": False, "stop": [STOP]}
             drawn = laws.drawn(count, 1.0, 1.0, PROMPTS, (LONGEST, LONGEST), seed)
-            for policy in POLICIES if repetition == 0 else ("fcfs",):  # all are warm then
-                first = drive(servers[policy].url, drawn, prompts, 4 * width, **body)
-                if policy == "fcfs":
-                    known = first
+            warming = POLICIES if repetition == 0 else ("fcfs",)
+            first = {name: drive(servers[name].url, drawn, prompts, 4 * width, **body) for name in warming}
+            known = first["fcfs"]
             rate = options.utilisation * sustained(known, 4 * width)
             bound = 4 * summary(known)["e2e"]["mean"]
             for limits, requests in workloads(drawn, known, rate, seed).items():
