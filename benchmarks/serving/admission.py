@@ -81,7 +81,7 @@ def workloads(drawn: list[Arrival], known: list[Outcome], rate: float, seed: int
 
 
 def figures(outcomes: list[Outcome], known: list[Outcome], bound: float) -> dict[str, float]:
-    """What one server did.
+    """Figures of the run of one server.
 
     Args:
         outcomes: of its requests.
