@@ -54,8 +54,8 @@ def measure(benchmark: "ServingBenchmark") -> list[dict[str, Any]]:
             rate = options.utilisation * sustained(known, 4 * width)
             bound = 4 * summary(known)["e2e"]["mean"]
             for limits, requests in workloads(drawn, known, rate, seed).items():
-                turns = POLICIES if repetition % 2 == 0 else POLICIES[::-1]
-                outcomes = {policy: drive(servers[policy].url, requests, prompts, **body) for policy in turns}
+                order = POLICIES if repetition % 2 == 0 else POLICIES[::-1]
+                outcomes = {policy: drive(servers[policy].url, requests, prompts, **body) for policy in order}
                 for policy in POLICIES:
                     rows.append(
                         {"limits": limits, "policy": policy, "repetition": repetition, "rate": rate}
@@ -84,8 +84,8 @@ def figures(outcomes: list[Outcome], known: list[Outcome], bound: float) -> dict
     """Figures of the run of one server.
 
     Args:
-        outcomes: of its requests.
-        known: of the same requests in the first run.
+        outcomes: the outcomes of its requests.
+        known: the outcomes of the same requests in the first run.
         bound: milliseconds from arrival to end that a request may take.
     """
     latency = summary(outcomes, {"e2e": bound})

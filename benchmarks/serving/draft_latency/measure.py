@@ -96,9 +96,9 @@ def cell(
     return cell | {"rate": rate, "equal": equal, "control": control, "runs": runs}
 
 
-def equal_texts(some: list[Outcome], others: list[Outcome]) -> int:
+def equal_texts(outcomes: list[Outcome], others: list[Outcome]) -> int:
     """How many requests have the same text in both runs."""
-    return sum(one.text == other.text for one, other in zip(some, others, strict=True))
+    return sum(outcome.text == other.text for outcome, other in zip(outcomes, others, strict=True))
 
 
 def stream(
