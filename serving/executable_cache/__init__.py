@@ -34,7 +34,8 @@ from entropic_jax.cpu_runtime.threads import num_threads
 from entropic_jax.mesh.devices import default_device, processor, user_cache
 
 from .compilation import compile_program
-from .program_files import PACKAGE, read_program, refusal, stored_program, write_program
+from .program_files import PACKAGE, LoadedProgram, load_program, refusal, stored_program, write_program
+from .read_ahead import ReadAhead
 
 LOG = logging.getLogger("entropic_jax.programs")
 VARIABLE = "ENTROPIC_PROGRAM_CACHE"
@@ -48,6 +49,9 @@ OTHER_SETTINGS = ("cache", "log", "dump", "profiler", "traceback", "distributed"
 
 # One for each program: while a thread compiles it, others that need it wait to load it.
 LOCKS: dict[str, threading.Lock] = {}
+
+
+AHEAD = ReadAhead(lambda file: load_program(file, (default_device(),)))
 
 
 class NotStorableError(Exception):
@@ -91,15 +95,25 @@ def begin_reading(
     file = _file(function, arguments, donate_argnums)
     if file is None or not file.exists():
         return lambda: None
-    devices, programs = _devices(arguments), list[Callable[..., Any] | None]()
-    thread = threading.Thread(target=lambda: programs.append(read_program(file, arguments, devices)))
+    devices, programs = _devices(arguments), list[LoadedProgram | None]()
+    thread = threading.Thread(target=lambda: programs.append(_loaded(file, devices)))
     thread.start()
 
     def wait() -> Callable[..., Any] | None:
         thread.join()
-        return programs[0]
+        return None if programs[0] is None else programs[0].called_with(arguments)
 
     return wait
+
+
+def read_ahead(work: str) -> None:
+    """Begin to load the programs that the latest process with this work has used.
+
+    Args:
+        work: a name of all that decides which programs are used.
+    """
+    if (folder := _folder()) is not None:
+        AHEAD.begin(folder, work)
 
 
 def is_stored(
@@ -141,9 +155,9 @@ def _load_or_compile(
         donate_argnums: as for `load_or_compile`.
         file: where it is stored.
     """
-    program = read_program(file, arguments, _devices(arguments))
+    program = _loaded(file, _devices(arguments))
     if program is not None:
-        return program, False
+        return program.called_with(arguments), False
 
     def named(*arguments: Any) -> Any:
         return function(*arguments)
@@ -151,9 +165,15 @@ def _load_or_compile(
     # XLA can store what it has compiled, but not what it has loaded. The name is part of the key of JAX's
     # cache, which therefore does not hold this program.
     named.__name__ = f"{_innermost(function).__name__}_{secrets.token_hex(4)}"
-    program = compile_program(named, arguments, donate_argnums)
-    write_program(file, program, _devices(arguments))
-    return program, True
+    compiled = compile_program(named, arguments, donate_argnums)
+    write_program(file, compiled, _devices(arguments))
+    return compiled, True
+
+
+def _loaded(file: Path, devices: tuple[jax.Device, ...]) -> LoadedProgram | None:
+    """The program in a file, which may have been read ahead; None if there is none that can be used."""
+    ahead = AHEAD.take(file)
+    return ahead if ahead is not None and ahead.devices == devices else load_program(file, devices)
 
 
 def _innermost(function: Any) -> Any:

@@ -61,50 +61,44 @@ def stored_program(file: Path) -> StoredProgram | None:
         return None
 
 
-def read_program(
-    file: Path, arguments: tuple[Any, ...], devices: tuple[jax.Device, ...]
-) -> Callable[..., Any] | None:
+class LoadedProgram(NamedTuple):
+    """A program that is loaded for its devices, without the structure of its arguments."""
+
+    devices: tuple[jax.Device, ...]
+    executable: Any
+    arguments: list[Any]  # what is known of each
+    result: bytes  # as in `StoredProgram`
+    no_kwargs: bool
+
+    def called_with(self, arguments: tuple[Any, ...]) -> Callable[..., Any]:
+        """The program of arguments with the structure of these."""
+        structure = jax.tree.structure((arguments, {}))
+        result = jax.tree.structure(pickle.loads(self.result))
+        described = structure.unflatten(self.arguments)
+        return jax.stages.Compiled(self.executable, [], described, result, no_kwargs=self.no_kwargs)
+
+
+def load_program(file: Path, devices: tuple[jax.Device, ...]) -> LoadedProgram | None:
     """The program in a file; None if there is none, or it cannot be used.
 
     Args:
         file: where it is stored.
-        arguments: what the program is called with; only their structure counts.
-        devices: the devices that run the program.
+        devices: the devices that run the program, of the kind that it was compiled for.
     """
     stored = stored_program(file)
     if stored is None:
         return None
     try:
-        result = jax.tree.structure(pickle.loads(stored.result))
-        return _load(stored, jax.tree.structure((arguments, {})), result, devices)
+        reader = _ForDevices(io.BytesIO(stored.executable), dict(zip(stored.devices, devices, strict=True)))
+        unloaded, arguments, no_kwargs = reader.load()
+        return LoadedProgram(devices, unloaded.load(), arguments, stored.result, no_kwargs)
     except Exception as error:
         LOG.info("%s cannot be used: %s", file, error)
         return None
 
 
-def _load(
-    stored: StoredProgram, arguments: Any, result: Any, devices: tuple[jax.Device, ...]
-) -> Callable[..., Any]:
-    """A stored program, for devices of the kind that it was compiled for.
-
-    Args:
-        stored: the contents of its file.
-        arguments: structure of its positional and keyword arguments.
-        result: structure of its results.
-        devices: the devices that run the program.
-    """
-    if tuple(device.id for device in devices) == stored.devices:
-        client = devices[0].client
-        return serialize_executable.deserialize_and_load(
-            stored.executable, arguments, result, backend=client, execution_devices=list(devices)
-        )
-    reader = _ForDevices(io.BytesIO(stored.executable), dict(zip(stored.devices, devices, strict=True)))
-    unloaded, leaves, no_kwargs = reader.load()
-    return jax.stages.Compiled(unloaded.load(), [], arguments.unflatten(leaves), result, no_kwargs=no_kwargs)
-
-
 class _ForDevices(pickle.Unpickler):
-    """Loads a program that `serialize_executable.serialize` has stored, for other devices than it names.
+    """Loads a program that `serialize_executable.serialize` has stored, perhaps for other devices.
 
     JAX would look for the devices that the program was compiled for, and XLA's CPU client would run it there.
     """

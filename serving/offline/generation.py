@@ -77,15 +77,21 @@ def load(
         decode_context_parallel_size: devices that divide the pages of a KV head, of those that share it; None
             for all.
     """
-    from entropic_jax import models
     from entropic_jax.mesh.devices import use_device
+
+    from ..executable_cache import read_ahead
+
+    on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
+    if not on_mesh and data_parallel_size == 1:  # before other imports, which take as long
+        read_ahead(f"generate {(str(path), dtype, control, kv_cache_dtype, speculate, quantization)}")
+
+    from entropic_jax import models
 
     from ..options import draft_model
     from . import engine, search_engine
     from .data_parallel import DataParallelGenerator
 
     control, dtype = control or Control(), computing_dtype(dtype, path)
-    on_mesh = (tensor_parallel_size, expert_parallel_size) != (1, 1)
     speculation_options.check(speculate, control.preset, control.method, divided=on_mesh)
     if on_mesh:
         parallelism.check_control(control.preset, control.method)
