@@ -99,13 +99,15 @@ class PrefillPlanner:
         """
         self.programs, self.sizes = programs, sizes
         self.costs = PrefillCosts(programs.decoder.shape)
+        self._scored = False  # whether the latest chunk computed log-probabilities of prompts
 
     def chunk(
         self, sequences: list[Sequence], seconds: float | None
     ) -> tuple[PrefillChunk, list[ScheduledChunk], bool]:
         """The next chunk of the prompts in prefill, which counts as prefilled from here on.
 
-        A chunk holds either prompts whose logprobs are requested or others, and the result says which. The
+        A chunk holds either prompts whose logprobs are requested or others, and the result says which. Where
+        there are both, their chunks alternate, so that neither kind waits for a crowd of the other. The
         prompt with the least left comes first, so that a short one does not wait for a long one.
 
         Args:
@@ -114,7 +116,9 @@ class PrefillPlanner:
         """
         timestamp = time.perf_counter()
         sequences = sorted(sequences, key=lambda sequence: _order(sequence, timestamp))
-        scored = not sequences[0].prompt_scored
+        first = sequences[0].engine_request.priority
+        kinds = {not s.prompt_scored for s in sequences if s.engine_request.priority == first}
+        self._scored = scored = not self._scored if len(kinds) == 2 else kinds.pop()
         sequences = [s for s in sequences if s.prompt_scored != scored]
         prompts, size = self._shape(sequences, scored, seconds)
         chunk, scheduled = empty_chunk(prompts, size, self.sizes.rows), []
@@ -133,7 +137,8 @@ class PrefillPlanner:
     def _shape(self, sequences: list[Sequence], scored: bool, seconds: float | None) -> tuple[int, int]:
         """The available shape (prompts, tokens) that prefills most for its cost; the first prompt is in it.
 
-        Of those that are predicted to take longer than `seconds`, only the shortest can be chosen. A sparse
+        A shape that would prefill more but is not available is compiled next, while this one serves. Of
+        those that are predicted to take longer than `seconds`, only the shortest can be chosen. A sparse
         prefill method works on segments of fixed length, which no chunk may cut.
         """
         segment = self.sizes.shapes.segment or 0
@@ -149,13 +154,18 @@ class PrefillPlanner:
             begins = [sequence.num_prefilled for sequence in sequences[: shape[0]]]
             return self.costs.seconds(shape, begins, scored) or 0.0
 
+        def best(shapes: list[tuple[int, int]]) -> tuple[int, int]:
+            if seconds is not None:
+                short = [shape for shape in shapes if predicted(shape) <= seconds]
+                shapes = short or [min(shapes, key=predicted)]
+            return max(shapes, key=throughput)
+
         shapes = [shape for shape in self.sizes.shapes.chunks if max(uncut[: shape[0]]) <= shape[1]]
+        shape = best(shapes)
+        if self.programs.require(prefill_key(shape, scored)):
+            return shape
         available = [shape for shape in shapes if self.programs.available(prefill_key(shape, scored))]
-        shapes = available or shapes
-        if seconds is not None:
-            short = [shape for shape in shapes if predicted(shape) <= seconds]
-            shapes = short or [min(shapes, key=predicted)]
-        return max(shapes, key=throughput)
+        return best(available) if available else shape
 
     def seconds_left(self, sequences: list[Sequence]) -> float:
         """Predicted seconds until all of these prompts are complete, without decode steps between."""

@@ -40,7 +40,8 @@ def planner(shapes=SHAPES, rate: float | None = None) -> PrefillPlanner:
     sizes = SimpleNamespace(
         rows=8, shapes=SimpleNamespace(chunks=shapes, segment=None, longest_chunk=longest)
     )
-    programs = SimpleNamespace(decoder=SimpleNamespace(shape=SHAPE), available=lambda key: True)
+    always = lambda key: True
+    programs = SimpleNamespace(decoder=SimpleNamespace(shape=SHAPE), available=always, require=always)
     result = PrefillPlanner(programs, sizes)
     if rate is not None:
         for shape in shapes:
@@ -107,6 +108,40 @@ def test_scored_prompts_have_chunks_of_their_own():
     plain, scored = prompt(64), prompt(8, scored=False)
     _, scheduled, is_scored = planner().chunk([plain, scored], None)
     assert [chunk.sequence for chunk in scheduled] == [scored] and is_scored
+
+
+def test_chunks_of_scored_prompts_and_others_alternate():
+    subject, kinds = planner(((1, 16),)), []
+    left = [prompt(8, scored=False, waited=9.0) for _ in range(4)] + [prompt(9, waited=1.0), prompt(30)]
+    while left:
+        kinds.append(subject.chunk(left, None)[2])
+        left = [sequence for sequence in left if sequence.stage == PREFILL]
+    assert kinds == [True, False, True, False, True, False, True]
+
+
+def test_alternation_heeds_the_stated_priority():
+    subject = planner(((1, 16),))
+    crowd = [prompt(64, priority=1), prompt(64, priority=-1, scored=False)]
+    assert [subject.chunk(crowd, None)[2] for _ in range(3)] == [True] * 3
+
+
+def test_a_shape_that_is_missing_is_asked_for_while_another_serves():
+    subject, compiled, asked = planner(), {(1, 512)}, []
+
+    def require(key: tuple) -> bool:
+        shape = (key[1], key[2] - 1)
+        if shape not in compiled:
+            asked.append(shape)
+        return shape in compiled
+
+    subject.programs.require = require
+    subject.programs.available = lambda key: (key[1], key[2] - 1) in compiled
+    prompts = lambda number: [prompt(5, scored=False) for _ in range(number)]
+    assert subject.chunk(prompts(30), None)[0].tokens.shape == (1, 513) and asked == [(16, 16)]
+    compiled.add((16, 16))
+    chunk, scheduled, _ = subject.chunk(prompts(30), None)
+    assert chunk.tokens.shape == (16, 17) and len(scheduled) == 16 and asked == [(16, 16)]
+    assert subject.chunk(prompts(1), None)[0].tokens.shape == (16, 17) and asked[1:] == [(1, 16)]
 
 
 def test_costs_follow_the_operations():
