@@ -11,6 +11,7 @@ from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 from entropic_jax.parameter_tables.control_gains import MACRO, SCALES
 from entropic_jax.speculation import PassCosts
 
+from ..memory import page_bytes
 from ..options.control_options import Control
 from ..options.kv_cache import pages_of
 from . import description
@@ -65,7 +66,7 @@ def assemble(
     cache_dtype = pages_of(options.kv_cache_dtype, model.params)
     itemsize = bytes_per_number(cache_dtype, model.decoder.shape.head_dim)
     allocated: Sizes = sizes(model, options, itemsize, sharers)
-    log.info("KV cache", extra=description.cache_size(model, allocated, cache_dtype))
+    log_cache(model, options, allocated, cache_dtype)
     row_controllers = row_controllers_of(model, options, allocated.shapes, calibration)
     if control is not None:
         row_controllers.row_gains(control)  # refused now rather than at each request
@@ -127,6 +128,31 @@ def scheduler_of(
         overlapped=jax.default_backend() != "cpu",
         chunked=options.enable_chunked_prefill,
     )
+
+
+def log_cache(model: models.Model, options: EngineOptions, sizes: Sizes, dtype: Any) -> None:
+    """Say how large the KV cache is, and why where `kv_cache_bytes` is more than its rows can use.
+
+    Args:
+        model: whose keys and values it holds.
+        options: the options of the engine.
+        sizes: the sizes that follow from them.
+        dtype: the dtype of the pages.
+    """
+    described, shape = description.cache_size(model, sizes, dtype), model.decoder.shape
+    log.info("KV cache", extra=described)
+    of_page = page_bytes(shape, sizes.page_size, bytes_per_number(dtype, shape.head_dim))
+    if options.num_pages is None and (options.kv_cache_bytes or 0) >= (sizes.pages + 1) * of_page:
+        log.warning(
+            "kv_cache_bytes is more than max_num_seqs sequences of max_model_len tokens can use: "
+            "the KV cache has the size that they can use",
+            extra={
+                "kv_cache_bytes": options.kv_cache_bytes,
+                "size": described["size"],
+                "max_num_seqs": options.max_num_seqs,
+                "max_model_len": options.max_model_len or model.config.longest_context,
+            },
+        )
 
 
 def log_order(options: EngineOptions) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from entropic_jax import models
 from entropic_jax.serving import memory
+from entropic_jax.serving.engine.assembly import log_cache
 from entropic_jax.serving.engine.options import EngineOptions, sizes
 from entropic_jax.serving.offline.engine import Engine
 from entropic_jax.serving.request import Request, RequestError
@@ -32,6 +33,19 @@ def test_pages_that_do_not_fit_are_refused_by_name(model, available):
     assert (
         sizes(model, EngineOptions(kv_cache_bytes=10**9, max_num_seqs=2), 4).pages == 16
     )  # all rows may fill
+
+
+@pytest.mark.parametrize(("rows", "reduced"), [(2, True), (64, False)])
+def test_a_size_that_the_rows_cannot_use_is_reduced_with_a_warning(model, available, caplog, rows, reduced):
+    available(10_000)
+    options = EngineOptions(kv_cache_bytes=2000 * POSITION, max_num_seqs=rows)
+    log_cache(model, options, sizes(model, options, 4), "float32")
+    warned = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == reduced
+    for record in warned:
+        assert "kv_cache_bytes is more than max_num_seqs sequences" in record.getMessage()
+        assert (record.kv_cache_bytes, record.max_num_seqs) == (options.kv_cache_bytes, rows)
+        assert record.max_model_len == model.config.longest_context and record.size.endswith("GiB")
 
 
 def test_the_cache_follows_from_the_share_of_memory(monkeypatch):
