@@ -26,9 +26,11 @@ from .settings import Settings
 
 logger = logging.getLogger("entropic_jax.serving.server")
 # The shutdown timeout ends with three stages: requests in flight are cut off and their last bytes sent; the
-# engine's thread ends; the process ends, which takes time on a busy machine.
-LAST_SECONDS, LARGEST_SHARE = 4.0, 1 / 3  # of all three at most, in seconds and as a share of the timeout
-LAST_BYTES, MARGIN = 0.25, 0.5  # shares of them: for the last bytes, and for the end of the process
+# engine's thread ends; the process ends. The last takes seconds on a busy machine: each thread must run once
+# more to end, and the last of them gives back gigabytes of small pages.
+LAST_SECONDS, LARGEST_SHARE = 6.0, 1 / 3  # of all three at most, in seconds and as a share of the timeout
+LAST_BYTES, MARGIN = 1 / 6, 2 / 3  # shares of them: for the last bytes, and for the end of the process
+LAST_RESORT = 0.6  # share of them that is left when the process is ended whatever else goes on
 ENGINE_FAILED = 1  # exit status
 SHORTEST_LIFE = 60.0  # seconds; a server whose engine fails sooner would only fail again after a restart
 KEEP_ALIVE = 75  # seconds; longer than clients do, so that the server never closes a connection in use
@@ -107,8 +109,8 @@ class Server(uvicorn.Server):
     def end_in_time(self) -> None:
         """After a signal, end the process before its deadline, whatever else goes on. For a daemon thread."""
         self.signalled.wait()
-        settings = self.frontend.settings
-        time.sleep(settings.drain - MARGIN / 2 * last_seconds(settings.drain))
+        left = (self.deadline or 0.0) - time.monotonic()
+        time.sleep(max(0.0, left - LAST_RESORT * last_seconds(self.frontend.settings.drain)))
         self.log_end(forced=True)
         leave(self.status)
 

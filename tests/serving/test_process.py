@@ -11,13 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 
-from entropic_jax.serving.http.process import MARGIN, bind, last_seconds
+from entropic_jax.serving.http import process
+from entropic_jax.serving.http.process import LAST_RESORT, Server, bind, last_seconds
 from entropic_jax.serving.http.settings import Settings
+from tests.clocks import replace_clock
 from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -121,7 +124,7 @@ def test_sigterm_while_programs_compile_ends_in_time(tmp_path, waiting):
             if answer is not None:
                 answer.exception()  # the server has gone, or has answered 503
         assert server.lines[-1]["message"] == "stopped"
-        assert server.lines[-1]["seconds_left"] > MARGIN / 2 * last_seconds(12) - 0.5
+        assert server.lines[-1]["seconds_left"] > LAST_RESORT * last_seconds(12) - 0.5
 
 
 def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
@@ -140,6 +143,23 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
         assert time.monotonic() - start < 12
         assert server.lines[-1]["message"] == "stopped" and server.lines[-1]["forced"]
         assert server.lines[-1]["seconds_left"] > 0
+
+
+def test_the_stages_of_a_shutdown_leave_seconds_for_the_end_of_the_process(monkeypatch):
+    replace_clock(monkeypatch, process, "monotonic", lambda: 101.0)  # a second after the signal
+    slept, ended = [], []
+    monkeypatch.setattr(process.time, "sleep", slept.append)
+    monkeypatch.setattr(process, "leave", ended.append)
+    server = object.__new__(Server)
+    server.frontend = SimpleNamespace(settings=Settings(drain=30))
+    server.deadline, server.status, server.force_exit, server._logged = 130.0, 0, False, False
+    server.signalled = threading.Event()
+    server.signalled.set()
+    server.end_in_time()
+    assert ended == [0] and 3.0 <= 29 - slept[0] < last_seconds(30)
+    replace_clock(monkeypatch, process, "monotonic", lambda: 125.5)
+    left = 4.5 - server.seconds_for_engine()
+    assert 29 - slept[0] < left < last_seconds(30)  # the engine is given up before the last resort
 
 
 @pytest.mark.parametrize(
