@@ -132,10 +132,15 @@ class Programs:
             pages=WINDOW,
         )
         logger.info("forward passes timed", extra={"seconds": round(time.monotonic() - begin, 1)})
-        if not costs.valid():  # other work on the machine has hidden what passes cost
+        if not costs.valid():
+            logger.info("pass costs are not used: other work on the machine has hidden what passes cost")
             return
-        if self.launches == launches:  # requests that run meanwhile make passes look slow
+        if self.launches == launches:
             write_costs(costs, model)
+        else:  # which makes passes look slow
+            logger.info(
+                "pass costs are not stored, since requests ran meanwhile: a later start times passes again"
+            )
         self._use_costs(costs)
 
     def _timed_model(self, cache: Cache) -> TimedModel:

@@ -46,8 +46,9 @@ class Warmup:
     compiled. With `warmup`
     "full", the warm-up ends once all programs are compiled. "min" leaves out preemption, steps that leave
     pages unread unless the preset does so, steps without the sampler if the preset is one, and all
-    but one program for scored prompts. Those are compiled when a request needs them, which waits for them
-    while others run. With "none", nothing is compiled ahead, and all requests wait for a missing program.
+    but one program for scored prompts. Those are compiled when a request needs them. It waits for them while
+    others run, unless another program serves it meanwhile. With "none", nothing is compiled ahead, and all
+    requests wait for a missing program.
 
     At its end, it times passes, by which the draft-length law decides, unless those of this model were timed
     on this machine before. Requests that run meanwhile wait longer.

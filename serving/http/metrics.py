@@ -33,7 +33,11 @@ COUNTERS = (
     ("num_accepted_tokens", "spec_decode_num_accepted_tokens", "Drafted tokens that were accepted."),
 )
 ENTROPIC_COUNTERS = (
-    ("compilations", "compilations_after_warmup", "Programs compiled after warm-up; each made someone wait."),
+    (
+        "compilations",
+        "compilations_after_warmup",
+        "Programs compiled after warm-up; requests waited, or had a slower one.",
+    ),
     ("explored", "explorations", "Times that a sequence branched."),
     ("looked", "lookaheads", "Times that a sequence compared candidates one step ahead."),
     ("returned", "rollbacks", "Times that a sequence took tokens back."),

@@ -131,3 +131,42 @@ def test_close_waits_no_longer_than_it_may(held):
     assert not engine.close(timeout=0.5)
     assert 0.4 < time.monotonic() - start < 5
     assert collect(waiting)[1].finish_reason == "abort"
+
+
+def test_scored_prompts_share_launches_once_their_programs_are_compiled(model, monkeypatch):  # noqa: F811
+    sizes = dict(max_num_seqs=16, max_num_batched_tokens=64, block_size=4, max_steps=4)
+    engine = LLMEngine(model, EngineOptions(**sizes, warmup="min"))
+    assert engine.warmup.ended.wait(600)
+    launched, launch = [], engine.programs.prefill
+
+    def prefill(device_state, chunk, scored):
+        launched.append((chunk.tokens.shape[0], scored))
+        return launch(device_state, chunk, scored)
+
+    monkeypatch.setattr(engine.programs, "prefill", prefill)
+    pause = lambda value: engine._in_engine(lambda: setattr(engine.scheduler, "paused", value)).result()
+
+    def crowd(seed: int) -> list[list[float]]:
+        pause(True)
+        names = [f"scored {number}" for number in range(12)]
+        streams = [
+            engine.submit(engine_request(name, prompt(9, n), prompt_logprobs=0, max_tokens=1))
+            for n, name in enumerate(names)
+        ]
+        plain = engine.submit(engine_request("plain", prompt(9, seed), max_tokens=1))
+        pause(False)
+        scores = [[token.logprob for delta in stream for token in delta.prompt[1:]] for stream in streams]
+        assert collect(plain)[1].finish_reason == "length"
+        return scores
+
+    first = crowd(50)  # by the one program of the warm-up, while another is compiled
+    assert launched.count((1, True)) > 0
+    until(lambda: engine.programs.is_compiled(("prefill", 4, 17, True)))
+    launched.clear()
+    second = crowd(51)
+    assert len([scored for _, scored in launched if scored]) == 3 and (4, True) in launched
+    assert [scored for _, scored in launched].index(False) < 2  # nobody else waits for the crowd
+    for one, other in zip(first, second, strict=True):
+        assert one == pytest.approx(other, abs=1e-3)
+    engine.close()
+    nothing_is_left(engine)

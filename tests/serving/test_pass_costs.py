@@ -37,6 +37,29 @@ def test_costs_measured_beside_requests_are_not_stored(suffix, tmp_path, monkeyp
     compiled._speculators = before
 
 
+def test_costs_that_are_not_stored_or_used_are_logged(suffix, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
+    compiled, cache = suffix.programs, suffix.scheduler.device_state.state.cache
+    costs = PassCosts((1, 256), (1.0, 1.2), (1, 16), (0.0, 0.0), draft_step=(0.1, 0.0))
+    monkeypatch.setattr(programs, "SHORTEST_TIMED", cache.table.shape[1] * cache.page_size)
+    before = compiled._speculators
+    for measured, busy, said in (
+        (costs, 1, "not stored, since requests ran"),
+        (costs._replace(seconds=(0.0, 1.2)), 0, "not used: other work"),
+        (costs, 0, "forward passes timed"),
+    ):
+
+        def measure(*_, measured=measured, busy=busy, **__):
+            compiled.launches += busy
+            return measured
+
+        monkeypatch.setattr(programs, "measure_pass_costs", measure)
+        with caplog.at_level("INFO", programs.logger.name):
+            compiled.measure_pass_costs(cache)
+        assert said in caplog.messages[-1]
+    compiled._speculators = before
+
+
 def test_stored_costs_of_smaller_passes_are_measured_again(suffix, tmp_path, monkeypatch):
     monkeypatch.setenv(stored_costs.VARIABLE, str(tmp_path))
     compiled, cache = suffix.programs, suffix.scheduler.device_state.state.cache
