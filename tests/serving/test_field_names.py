@@ -8,13 +8,20 @@ import pytest
 from entropic_jax.parameter_tables.speculation_names import read_config
 from entropic_jax.parameter_tables.table import ParameterError
 from entropic_jax.serving.commands import serve_options
+from entropic_jax.serving.http.protocol import foreign_fields
+from entropic_jax.serving.http.protocol.chat import ChatBody
+from entropic_jax.serving.http.protocol.completion import CompletionBody
+from entropic_jax.serving.http.protocol.messages import MessagesBody
+from entropic_jax.serving.http.protocol.responses import ResponsesBody
 from entropic_jax.serving.options import generation_config, lora
 from entropic_jax.serving.request import RequestError
 
 from .live import refused
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-PROMPT = {"prompt": "x"}
+ANTHROPIC = "/v1/messages"
+BODIES = {COMPLETIONS: CompletionBody, CHAT: ChatBody, RESPONSES: ResponsesBody, ANTHROPIC: MessagesBody}
+PROMPT, INPUT = {"prompt": "x"}, {"input": "x"}
 MESSAGES = {"messages": [{"role": "user", "content": "x"}]}
 DEEP = "[" * 100_000
 
@@ -120,3 +127,116 @@ def test_origins_that_are_none_are_refused(text):
         argparse.ArgumentTypeError, match="must be origins separated by commas, or a JSON list"
     ):
         serve_options._origins(text)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields", "said"),
+    [
+        (COMPLETIONS, PROMPT, {"regex": "a+"}, 'regex must be given as structured_outputs.regex; got "a+"'),
+        (CHAT, MESSAGES, {"ebnf": 'root ::= "a"'}, "ebnf must be given as structured_outputs.grammar; got"),
+        (
+            CHAT,
+            MESSAGES,
+            {"grammar": 'root ::= "a"'},
+            "grammar must be given as structured_outputs.grammar; got",
+        ),
+        (
+            COMPLETIONS,
+            PROMPT,
+            {"json_schema": {}},
+            "json_schema must be given as structured_outputs.json; got {}",
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"structural_tag": "{}"},
+            "structural_tag must be given as tools or structured_outputs",
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"guided_json": {}, "guided_whitespace_pattern": " "},
+            "guided_whitespace_pattern must be given as x-guidance.whitespace_pattern of the JSON",
+        ),
+        (
+            COMPLETIONS,
+            PROMPT,
+            {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern must be given as x-guidance.whitespace_pattern of",
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"logits_processors": ["x"]},
+            "logits_processors must be null, since the server runs no",
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"thinking_token_budget": 5},
+            "thinking_token_budget must be null, since thoughts have",
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"modalities": ["text", "audio"]},
+            'modalities must be null or ["text"]; got ["text", "a',
+        ),
+        (
+            CHAT,
+            MESSAGES,
+            {"audio": {"voice": "x"}},
+            "audio must be null, since the server writes text only; got",
+        ),
+        (CHAT, MESSAGES, {"functions": [{"name": "f"}]}, "functions must be given as tools; got "),
+        (CHAT, MESSAGES, {"function_call": "auto"}, 'function_call must be given as tool_choice; got "auto"'),
+        (CHAT, MESSAGES, {"stop_sequences": ["a"]}, 'stop_sequences must be given as stop; got ["a"]'),
+        (COMPLETIONS, PROMPT, {"n_predict": 5}, "n_predict must be given as max_tokens; got 5"),
+        (ANTHROPIC, MESSAGES, {"stop": ["a"]}, 'stop must be given as stop_sequences; got ["a"]'),
+        (ANTHROPIC, MESSAGES, {"guided_regex": "a"}, "guided_regex must be sent to /v1/chat/completions, as"),
+        (RESPONSES, INPUT, {"max_tokens": 5}, "max_tokens must be given as max_output_tokens; got 5"),
+        (
+            RESPONSES,
+            INPUT,
+            {"response_format": {"type": "text"}},
+            "response_format must be given as text.format",
+        ),
+        (RESPONSES, INPUT, {"n": 2}, "n must be null or 1, since an answer is one text; got 2"),
+    ],
+)
+def test_constraints_of_other_servers_are_refused_by_name(live, path, body, fields, said):
+    body = {"max_tokens": 2, **body} if path == ANTHROPIC else body
+    answer = httpx2.post(f"{live.url}{path}", json={**body, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["message"].startswith(said), error
+    assert error.get("param", said).split(".")[0] in said
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "table"),
+    [
+        (COMPLETIONS, PROMPT, foreign_fields.OF_COMPLETIONS),
+        (CHAT, MESSAGES, foreign_fields.OF_CHAT),
+        (ANTHROPIC, {**MESSAGES, "max_tokens": 2}, foreign_fields.OF_MESSAGES),
+        (RESPONSES, INPUT, foreign_fields.OF_RESPONSES),
+    ],
+)
+def test_null_and_what_asks_for_nothing_are_as_if_missing(live, path, body, table):
+    nulls = {name: None for name in (*table, *foreign_fields.IGNORED) if "." not in name}
+    harmless = {
+        name: field.harmless[0] for name, field in table.items() if field.harmless and "." not in name
+    }
+    for stated in (nulls, harmless):
+        answer = httpx2.post(f"{live.url}{path}", json={**stated, **body})
+        assert answer.status_code == 200, answer.text
+        assert "x-warning" not in answer.headers
+    taken = {f.alias or name for name, f in BODIES[path].model_fields.items()}
+    assert not taken & set(table), "a field that is both honoured and refused"
+
+
+def test_fields_that_change_no_text_are_warned_of(live):
+    answer = httpx2.post(f"{live.url}{COMPLETIONS}", json={**PROMPT, "guided_decoding_backend": "xgrammar"})
+    assert answer.status_code == 200
+    warning = "field guided_decoding_backend is ignored: llguidance compiles every grammar"
+    assert answer.headers["x-warning"] == warning

@@ -7,6 +7,7 @@ from pydantic import ConfigDict, Field, model_validator
 from ...request.chat_template import template_message
 from .entropic import EntropicResult
 from .fields import Answer, Body, Count, Usage, conflict
+from .foreign_fields import OF_CHAT, refusing
 from .sampling import Alternatives, SamplingBody
 from .tools import StatedCall, ToolCall, ToolChoice, Tools, check_choice
 
@@ -53,6 +54,8 @@ class ChatBody(SamplingBody):
     chat_template: None = Field(None, description="`serve --chat-template` states it")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
     documents: Documents | None = Field(None, description="texts to refer to, for the template")
+
+    _foreign = model_validator(mode="before")(refusing(OF_CHAT))
 
     @model_validator(mode="after")
     def _choice_of_tools(self) -> Self:

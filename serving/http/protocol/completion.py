@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .entropic import EntropicResult
 from .fields import Answer, Choices, TokenId, Usage
+from .foreign_fields import OF_COMPLETIONS, refusing
 from .sampling import Alternatives, SamplingBody
 
 Tokens = Annotated[list[TokenId], Field(min_length=1)]
@@ -23,6 +24,8 @@ class CompletionBody(SamplingBody):
     prompt_logprobs: Alternatives | None = None
     add_special_tokens: bool | None = Field(None, description="what the model expects around a text (BOS)")
     suffix: str | None = Field(None, description="text after the gap; for models that fill gaps")
+
+    _foreign = model_validator(mode="before")(refusing(OF_COMPLETIONS))
 
     @property
     def candidates(self) -> int:

@@ -1,5 +1,6 @@
 """Building blocks of request and response bodies: strict types with the ranges that /openapi.json states."""
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +17,7 @@ from entropic_jax.parameter_tables.table import (
     Strings,
     TokenBiases,
     TokenIds,
+    short,
 )
 
 
@@ -95,6 +97,19 @@ def unicode(body: Any) -> Any:
             raise ValueError("the body must be Unicode; got a lone surrogate") from None
         raise ValueError("the body must not be nested as deeply; got hundreds of levels") from None
     return body
+
+
+def in_json(value: Any) -> str:
+    """A value of a body as the client wrote it, cut to 60 characters.
+
+    >>> in_json([True, None, "é"])
+    '[true, null, "é"]'
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):  # no JSON, as a number of some thousand digits
+        return short(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def conflict(param: str, message: str) -> PydanticCustomError:

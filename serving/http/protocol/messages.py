@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from .chat import ChatBody
 from .entropic import Entropic, EntropicResult
 from .fields import Answer, Body, Count, Positive, Priority, Seconds, conflict, optional_fields, unicode
+from .foreign_fields import OF_MESSAGES, refusing
 from .sampling import FIELDS
 from .tools import MOST_TOOLS, Name
 
@@ -208,6 +209,7 @@ class CountTokensBody(SamplingFields):
     entropic: Entropic | None = None
 
     _unicode = model_validator(mode="before")(unicode)
+    _foreign = model_validator(mode="before")(refusing(OF_MESSAGES))
 
     @model_validator(mode="after")
     def _calls_are_answered(self) -> Any:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from .chat import ChatBody
 from .entropic import Entropic, EntropicResult
 from .fields import Answer, Body, Positive, Priority, Seconds, optional_fields, unicode
+from .foreign_fields import OF_RESPONSES, refusing
 from .sampling import FIELDS, No, ObjectFormat, TextFormat
 from .tools import MOST_TOOLS, Name
 
@@ -201,6 +202,7 @@ class ResponsesBody(SamplingFields):
     entropic: Entropic | None = None
 
     _unicode = model_validator(mode="before")(unicode)
+    _foreign = model_validator(mode="before")(refusing(OF_RESPONSES))
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> ChatBody:
         """The same request of chat completions. Raises ValidationError.

@@ -22,11 +22,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import compile_path
 
 from entropic_jax.parameter_tables.sampling_params import PARAMETERS
-from entropic_jax.parameter_tables.table import Accepted, Number, short
+from entropic_jax.parameter_tables.table import Accepted, Number
 
 from ..frontend import FrontendError
 from ..protocol import entropic
-from ..protocol.fields import NUMBERS
+from ..protocol.fields import NUMBERS, in_json
 from ..protocol.service import ErrorAnswer
 
 logger = logging.getLogger(__name__)
@@ -250,19 +250,6 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     if name == "prompt" and len(same) > 1 and not any(e["type"] == "too_long" for e in same):
         accepted = PROMPT
     return f"{name} must {accepted}; got {in_json(inputs[0])}", name
-
-
-def in_json(value: Any) -> str:
-    """A value of a body as the client wrote it, cut to 60 characters.
-
-    >>> in_json([True, None, "é"])
-    '[true, null, "é"]'
-    """
-    try:
-        text = json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError, RecursionError):  # no JSON, as a number of some thousand digits
-        return short(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _accepted(path: list[str]) -> Accepted | None:

@@ -1,4 +1,4 @@
-"""Warnings about fields of a request that are unknown and look like known ones, or belong into `entropic`."""
+"""Warnings about fields of a request that are ignored, look like known ones, or belong into `entropic`."""
 
 import difflib
 import logging
@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..protocol.entropic import FIELDS
+from ..protocol.foreign_fields import IGNORED
 from ..protocol.sampling import GUIDED
 
 logger = logging.getLogger("entropic_jax.serving.requests")
@@ -36,7 +37,7 @@ def misspelled(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, st
 
 
 async def warn(http: Request, body: BaseModel, response: Response) -> Response:
-    """The response, with a header about misspelled fields, which are logged as well.
+    """The response, with a header about ignored and misspelled fields, which are logged as well.
 
     Args:
         http: the request, whose body was read.
@@ -48,8 +49,11 @@ async def warn(http: Request, body: BaseModel, response: Response) -> Response:
         return response
     fields = type(body).model_fields.items()
     known = {field.alias or name for name, field in fields} | {f"guided_{name}" for name in GUIDED}
-    if warnings := misspelled(tree, known):
-        text = "; ".join(f"unknown field {name}: did you mean {close}?" for name, close in warnings)
-        response.headers[HEADER] = text.encode("ascii", "backslashreplace").decode()
-        logger.warning("unknown fields", extra={"fields": dict(warnings)})
+    ignored = {name: why for name, why in IGNORED.items() if tree.get(name) is not None and name not in known}
+    close = dict(misspelled((name for name in tree if name not in ignored), known))
+    texts = [f"field {name} is ignored: {why}" for name, why in ignored.items()]
+    texts += [f"unknown field {name}: did you mean {other}?" for name, other in close.items()]
+    if texts:
+        response.headers[HEADER] = "; ".join(texts).encode("ascii", "backslashreplace").decode()
+        logger.warning("unknown fields", extra={"fields": ignored | close})
     return response
