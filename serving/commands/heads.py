@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..options.option_types import positive
+from ..options.option_types import Several, positive
 from ..request import RequestError
 from . import model_options
 from .text_input import check_writable, read_text, read_texts, unwritable
@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
+        action=Several,
         required=True,
         metavar="PATH",
         help="text to read; - is standard input; with --table also several files, or folders, whose files "

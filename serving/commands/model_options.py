@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from entropic_jax.parameter_tables.table import ParameterError
 
 from ..options.model import DTYPES, EMBEDDED, QUANTIZATIONS, check_directory, computing_dtype
-from ..options.option_types import path
+from ..options.option_types import Several, path
 from ..request import RequestError
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def add_texts(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--text",
         nargs="+",
-        action="extend",
+        action=Several,
         required=True,
         metavar="FILE",
         help="held-out text, each file a text of its own; - is standard input",

@@ -13,7 +13,7 @@ from ..http.settings import Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
-from ..options.option_types import DEFAULT_ROWS, ROWS, num_bytes, number, path, positive, string
+from ..options.option_types import DEFAULT_ROWS, ROWS, Several, num_bytes, number, path, positive, string
 from . import config_file, model_options
 
 PERIODS = {"s": 1.0, "min": 60.0, "h": 3600.0}  # seconds
@@ -41,6 +41,7 @@ def _model(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name",
         nargs="+",
+        action=Several,
         type=string(LONGEST_NAME),
         metavar="NAME",
         help="names of the API (default: the directory's)",
@@ -107,6 +108,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
         "--api-key",
         type=_api_key,
         nargs="+",
+        action=Several,
         metavar="KEY",
         help="accepted keys (default: ENTROPIC_API_KEY, else no key is needed)",
     )
@@ -115,6 +117,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--allowed-origins",
+        action=Several,
         type=_origins,
         default=(),
         metavar="JSON",
@@ -123,6 +126,7 @@ def _http(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--allowed-hosts",
         nargs="+",
+        action=Several,
         default=(),
         metavar="NAME",
         help="accepted names in the header Host, next to this machine's, * for any (default: on a loopback "

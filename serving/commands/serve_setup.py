@@ -41,7 +41,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         api_keys=tuple(key for key in keys if key),
         root_path=options.root_path.rstrip("/"),
         allowed_hosts=tuple(options.allowed_hosts),
-        allowed_origins=options.allowed_origins,
+        allowed_origins=tuple(options.allowed_origins),
         log_requests=not options.disable_log_requests,
         request_timeout=options.request_timeout or None,
         drain=options.shutdown_timeout,

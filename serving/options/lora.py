@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from entropic_jax.parameter_tables.speculation_names import has_weights
 from entropic_jax.parameter_tables.table import Flag, Number, ParameterError, short
 
-from .option_types import positive
+from .option_types import Several, positive
 
 NUMBERS = {"max_lora_rank": Number(int, 1, 512), "max_loras": Number(int, 1, 1024)}  # accepted values
 LONGEST_NAME = 200  # characters
@@ -29,6 +29,7 @@ def add_arguments(group: argparse._ActionsContainer) -> None:
     group.add_argument(
         "--lora-modules",
         nargs="+",
+        action=Several,
         type=module,
         default=(),
         metavar="NAME=PATH",

@@ -48,6 +48,17 @@ def _flag(match: re.Match[str]) -> str:
     return f"--{match[0].replace('_', '-')}"
 
 
+class Several(argparse.Action):
+    """Collects the values of an option that may be repeated; the first ones replace its default."""
+
+    def __call__(self, parser, namespace, values, option_string=None) -> None:
+        """Add values to those that the command line has stated before."""
+        stated = getattr(namespace, self.dest)
+        # `extend` of argparse would add to the default, which may come from a file.
+        before = () if stated is self.default else stated
+        setattr(namespace, self.dest, [*before, *values])
+
+
 def number(accepts: Number) -> Callable[[str], Any]:
     """The conversion to a number that is accepted."""
     required = accepts._replace(optional=False)  # a command line leaves an option out

@@ -1,10 +1,13 @@
 """--config: options from a YAML file."""
 
+import argparse
+
 import pytest
 
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.commands import serve_setup
 from entropic_jax.serving.commands.config_file import use_config
+from entropic_jax.serving.options.option_types import Several
 
 YAML = """\
 model: some/model
@@ -49,6 +52,11 @@ def test_flags_come_from_the_file_and_the_command_line_wins(tmp_path):
     ("text", "said"),
     [
         ("max-num-seq: 4", "serve.yaml has no flag max-num-seq (did you mean max-num-seqs?)"),
+        ("max-num-sequences: 4", "has no flag max-num-sequences (did you mean max-num-seqs?)"),
+        (
+            "load-format: gguf",
+            "(the format of the weights is that of the files: .safetensors, .bin or .gguf)",
+        ),
         ("swap-space: 4", "serve.yaml has no flag swap-space (preempted requests are recomputed)"),
         ("config: x", "serve.yaml has no flag config"),
         ("port: many", "serve.yaml: port must be an integer between 0 and 65535; got many"),
@@ -105,3 +113,28 @@ def test_flags_of_other_servers_are_understood():
 def test_flags_of_other_servers_are_explained(entropic, flag, said):
     _, _, errors = entropic("serve", flag, "1")
     assert f"{flag} ({said})" in errors
+
+
+LISTS = {
+    "--api-key": ("a", "b"),
+    "--served-model-name": ("a", "b"),
+    "--allowed-hosts": ("a", "b"),
+    "--lora-modules": ("a=x", "b=y"),
+    "--allowed-origins": ("https://a.org", "https://b.org"),
+}
+
+
+@pytest.mark.parametrize("flag", LISTS)
+def test_an_option_with_several_values_may_be_repeated(tmp_path, flag):
+    first, second = LISTS[flag]
+    name = flag[2:].replace("-", "_")
+    values = getattr(parser().parse_args(["serve", flag, first, flag, second]), name)
+    from_file = getattr(parsed(tmp_path, f"{flag[2:]}: {first}", flag, second), name)
+    assert len(values) == 2 and list(from_file) == [values[1]]  # the command line replaces the file's
+
+
+def test_every_option_with_several_values_may_be_repeated():
+    (commands,) = [a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)]
+    for name, command in commands.choices.items():
+        for action in command._actions:
+            assert action.nargs != "+" or isinstance(action, Several), (name, action.option_strings)
