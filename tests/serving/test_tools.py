@@ -184,6 +184,30 @@ def test_grammars_hold_to_calls(served, tokenizer, form):
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@pytest.mark.parametrize("special", [{}, {"[TOOL_CALLS]": 5, "<|python_tag|>": 6}], ids=["text", "tokens"])
+def test_a_message_of_calls_ends(served, tokenizer, form, special):
+    """A model that never chooses to end is held to some calls; it may end after each of them."""
+    options = {"required": True, "parallel": True, "reasoning": None}
+    grammar = formats.grammar(form, [CLOCK["function"]], special, **options)
+    pairs = [("clock", NO_ARGUMENTS)] * (formats.MOST_CALLS + 1)
+    if not special:
+        taken = [
+            accepts(served, tokenizer, grammar, calls(form, *pairs[:count]))
+            for count in range(len(pairs) + 1)
+        ]
+        assert taken == [False, *[True] * formats.MOST_CALLS, False]
+    matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
+    for _ in range(60 * formats.MOST_CALLS):  # of the tokens allowed, never the one that ends the text
+        mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(mask, bitorder="little")[: tokenizer.vocab_size])
+        going_on = allowed[allowed != tokenizer.eos_token]
+        if not len(going_on):
+            break
+        assert matcher.consume_token(int(going_on[-1]))
+    assert matcher.is_accepting() and not len(going_on)
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 @pytest.mark.parametrize("required", [True, False])
 @pytest.mark.parametrize("reasoning", [None, True, False])
 def test_grammars_name_special_tokens_by_id(tokenizer, form, required, reasoning):

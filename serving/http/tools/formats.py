@@ -41,6 +41,8 @@ LLAMA3_JSON = CallFormat(
 )
 JSON = CallFormat("json", separator="\n")
 FORMATS = {form.name: form for form in (HERMES, MISTRAL, LLAMA3_JSON, JSON)}
+MOST_CALLS = 8
+"""Calls of a message that is nothing but calls: a weak model may not choose to end before `max_tokens`."""
 MARKERS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", THINK, END_OF_THOUGHT)
 
 
@@ -105,14 +107,14 @@ def grammar(
         tools: functions that may be called: `name` and, where there is one, the schema `parameters`.
         special: markers that are special tokens, by text.
         required: the text is calls alone; else it is free until a call begins.
-        parallel: several calls may follow each other.
+        parallel: several calls may follow each other, up to `MOST_CALLS` without text between them.
         reasoning: whether a thought may come first; True if it has begun in the prompt, None without one.
     """
     write = Terminals(special)
     rules = ["FREE: /(.|\\n)*/"]
     single = " ".join(filter(None, (write.text(form.before), "call", write.text(form.after))))
     more = " ".join(filter(None, (write.text(form.separator), single)))
-    calls = f"{single} ({more})*" if parallel else single
+    calls = f"{single} ({more}){{0,{MOST_CALLS - 1}}}" if parallel else single
     if required:
         calls = " ".join(filter(None, (write.text(form.opening), calls, write.text(form.closing))))
         if form.optional_marker in special:
@@ -147,7 +149,7 @@ def _after_marker(form: CallFormat, write: Terminals, parallel: bool) -> str:
         rest = form.before.removeprefix(form.marker)
         return " ".join(filter(None, ("trigger", write.text(rest), "call", write.text(form.after))))
     rest, separator = form.opening.removeprefix(form.marker), write.text(form.separator)
-    calls = f"call ({separator} call)*" if parallel else "call"
+    calls = f"call ({separator} call){{0,{MOST_CALLS - 1}}}" if parallel else "call"
     return " ".join(filter(None, ("trigger", write.text(rest), calls, write.text(form.closing))))
 
 
