@@ -223,6 +223,8 @@ def _engine(group: argparse._ArgumentGroup) -> None:
         default=True,
         help="reuse the KV cache of common prefixes (default: on)",
     )
+    text = "requests with different API keys share cached prefixes (default: each key has its own)"
+    group.add_argument("--share-prefix-cache", action="store_true", help=text)
     group.add_argument(
         "--scheduling-policy",
         choices=("fcfs", "priority", "predicted", "entropic"),

@@ -39,6 +39,7 @@ def settings_of(options: argparse.Namespace) -> Settings:
         ssl_certfile=options.ssl_certfile,
         ssl_keyfile=options.ssl_keyfile,
         api_keys=tuple(key for key in keys if key),
+        share_prefix_cache=options.share_prefix_cache,
         root_path=options.root_path.rstrip("/"),
         allowed_hosts=tuple(options.allowed_hosts),
         allowed_origins=tuple(options.allowed_origins),

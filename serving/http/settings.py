@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     ssl_certfile: str | None = None  # PEM files; with a certificate, the server speaks HTTPS
     ssl_keyfile: str | None = None
     api_keys: tuple[str, ...] = ()
+    share_prefix_cache: bool = False  # whether requests with different API keys share cached prefixes
     allowed_hosts: tuple[str, ...] = ()  # of the header Host; on a loopback address, in addition to its own
     root_path: str = ""
     allowed_origins: tuple[str, ...] = ()

@@ -1,5 +1,6 @@
 """Preparation of generation requests: from a body to engine requests, submitted."""
 
+import dataclasses
 import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -113,6 +114,29 @@ def engine_requests_of(
     ]
 
 
+def private(
+    frontend: Frontend, http: HttpRequest, engine_requests: Sequence[EngineRequest]
+) -> list[EngineRequest]:
+    """The engine requests, whose cached prefixes only requests with the same API key find.
+
+    Who may find a prefix sees from `cached_tokens`, or the time, that it has been sent before.
+
+    Args:
+        frontend: its settings hold the keys, and whether they share prefixes.
+        http: the request, whose owner the gate has set.
+        engine_requests: with the salts that their requests state.
+    """
+    settings = frontend.settings
+    if len(set(settings.api_keys)) < 2 or settings.share_prefix_cache:
+        return list(engine_requests)
+    owner = http.state.owner  # None for a batch from before the server had keys
+    key = "" if owner is None else owner.hex()
+    return [
+        dataclasses.replace(request, cache_salt=f"{key}:{request.cache_salt or ''}")
+        for request in engine_requests
+    ]
+
+
 def constraint_of(frontend: Frontend, body: SamplingBody) -> Constraint | None:
     """The field that constrains the text, and the grammar it stands for."""
     if isinstance(body, ChatBody) and (constraint := frontend.tool_calling.constraint(body)) is not None:
@@ -154,7 +178,7 @@ async def start(
         output_streams = dict(
             zip(
                 (engine_request.id for engine_request in engine_requests),
-                frontend.submit(engine_requests),
+                frontend.submit(private(frontend, http, engine_requests)),
                 strict=True,
             )
         )

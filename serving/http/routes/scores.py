@@ -155,7 +155,7 @@ async def _mean_logprobs(
         for index, prompt in enumerate(prompts)
     ]
     with refusals():
-        streams = frontend.submit(engine_requests)
+        streams = frontend.submit(preparation.private(frontend, http, engine_requests))
     choices: list[Any] = [
         generation.Choice(index, prompt, stream)
         for index, (prompt, stream) in enumerate(zip(prompts, streams, strict=True))
