@@ -9,7 +9,20 @@ from collections.abc import Sequence
 from entropic_jax import __version__
 from entropic_jax.parameter_tables.table import ParameterError
 
-from .commands import ablate, bench, calibrate, chat, convert, doctor, generate, heads, models, plan, serve
+from .commands import (
+    ablate,
+    bench,
+    calibrate,
+    chat,
+    completion,
+    convert,
+    doctor,
+    generate,
+    heads,
+    models,
+    plan,
+    serve,
+)
 from .commands.config_file import use_config
 from .commands.parser import Parser
 from .commands.unknown_flags import explained
@@ -17,7 +30,20 @@ from .options.option_types import message_of
 
 COMMANDS = {
     module.__name__.rpartition(".")[2]: module
-    for module in (generate, chat, serve, bench, calibrate, ablate, heads, models, convert, plan, doctor)
+    for module in (
+        generate,
+        chat,
+        serve,
+        bench,
+        calibrate,
+        ablate,
+        heads,
+        models,
+        convert,
+        plan,
+        doctor,
+        completion,
+    )
 }
 INTERRUPTED, BROKEN_PIPE = 130, 141
 

@@ -80,6 +80,7 @@ def test_extras():
         "tpu",
         "cuda",
         "tracing",
+        "completion",
         "clients",
         "kernels",
         "manifests",
