@@ -16,6 +16,7 @@ class StoredResponse(NamedTuple):
     messages: Sequence[dict[str, Any]]  # in the form of chat, without instructions
     expires: float  # by the store's clock
     size: int  # bytes, as JSON
+    items: Sequence[dict[str, Any]]  # of its own input, each with an id
 
 
 class ResponseStore:
@@ -39,19 +40,26 @@ class ResponseStore:
     def __len__(self) -> int:
         return len(self._responses)
 
-    def put(self, owner: bytes | None, answer: Mapping[str, Any], messages: Sequence[dict[str, Any]]) -> bool:
+    def put(
+        self,
+        owner: bytes | None,
+        answer: Mapping[str, Any],
+        messages: Sequence[dict[str, Any]],
+        items: Sequence[dict[str, Any]] = (),
+    ) -> bool:
         """Store a response, and return whether it fits.
 
         Args:
             owner: who may read it.
             answer: with its `id`.
             messages: the conversation up to its end.
+            items: the input of the response, each item with an id.
         """
-        size = len(pydantic_core.to_json([answer, messages]))
+        size = len(pydantic_core.to_json([answer, messages, items]))
         if size > self.max_bytes:
             return False
         self._responses[answer["id"]] = StoredResponse(
-            owner, answer, messages, self.clock() + self.seconds, size
+            owner, answer, messages, self.clock() + self.seconds, size, items
         )
         self.size += size
         self._drop()

@@ -1,4 +1,4 @@
-"""`entropic completion`: the script of bash is valid and completes; without shtab the error names the extra."""
+"""`entropic completion`: valid scripts that complete; the error without shtab names the extra."""
 
 import subprocess
 import sys

@@ -315,6 +315,9 @@ def test_anthropic(served):
         with pytest.raises(anthropic.AuthenticationError):
             anthropic.Anthropic(base_url=live.url, api_key="wrong").messages.create(**fields)
         with anthropic.Anthropic(base_url=live.url, api_key="sesame", max_retries=0) as client:
+            cards = list(client.models.list())
+            assert [(card.type, card.display_name) for card in cards] == [("model", n) for n in served.names]
+            assert all(card.created_at for card in cards)
             said = client.messages.create(**fields)
             assert said.content[0].text == SCRIPT and said.stop_reason == "end_turn"
             with client.messages.stream(**fields) as stream:

@@ -252,3 +252,53 @@ def test_openai(live):
         with client.responses.stream(**fields, tools=FUNCTIONS) as stream:
             final = stream.get_final_response()
         assert [(call.name, json.loads(call.arguments)) for call in final.output] == list(BOTH)
+
+
+def test_the_input_of_a_stored_response_is_listed(live):
+    call = {"type": "function_call", "call_id": "c", "name": "clock", "arguments": "{}"}
+    items = [
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "assistant", "content": "So."},
+        call,
+        {"type": "function_call_output", "call_id": "c", "output": "noon"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Go on"}]},
+    ]
+    name = respond(live, input=items)["id"]
+
+    def listed(key="ours", **query):
+        return send(live, "GET", f"{PATH}/{name}/input_items", key, params=query)
+
+    page = listed(order="asc").json()
+    assert [item["type"] for item in page["data"]] == [item.get("type", "message") for item in items]
+    assert (page["object"], page["has_more"]) == ("list", False)
+    assert (page["first_id"], page["last_id"]) == (page["data"][0]["id"], page["data"][-1]["id"])
+    assert plain(page["data"][1])["content"] == [{"type": "output_text", "text": "So.", "annotations": []}]
+    assert page["data"][2].items() >= call.items()
+    assert listed().json()["data"] == page["data"][::-1]  # the newest first, as OpenAI has it
+    rest = listed(order="asc", after=page["first_id"], limit=2).json()
+    assert rest["data"] == page["data"][1:3] and rest["has_more"]
+    assert refused(listed(after="x"), 400)["param"] == "after"
+    assert refused(listed(limit=0), 400)["param"] == "limit"
+    refused(listed("theirs"), 404)
+    follower = respond(live, input="more", previous_response_id=name)["id"]
+    (item,) = send(live, "GET", f"{PATH}/{follower}/input_items").json()["data"]
+    assert item["content"] == [{"type": "input_text", "text": "more"}] and item["role"] == "user"
+
+
+def test_the_client_lists_the_input(live):
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="ours") as client:
+        name = client.responses.create(model="default", input="Hello").id
+        (item,) = client.responses.input_items.list(name)
+        assert item.content[0].text == "Hello"
+
+
+def test_a_choice_among_some_tools(live):
+    scripted(live, HERMES, calls(HERMES, BOTH[1]))
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "clock"}]}
+    said = respond(live, tools=FUNCTIONS, tool_choice=choice)
+    assert said["tool_choice"] == choice and said["output"][0]["name"] == "clock"
+    unknown = {**choice, "tools": [{"type": "function", "name": "other"}]}
+    answer = send(live, json={"input": "Hello", "tools": FUNCTIONS, "tool_choice": unknown})
+    message = "tool_choice must name one of tools (weather, clock); got other"
+    assert refused(answer, 400)["message"] == message

@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import time
+from datetime import datetime
 
 import httpx2
 import pytest
@@ -30,6 +31,10 @@ def until(condition, seconds: float = 5.0) -> None:
 
 def test_models(live):
     listed = httpx2.get(f"{live.url}/v1/models").json()
+    first = listed["data"][0]
+    assert (first["type"], first["display_name"]) == ("model", first["id"])  # Anthropic's form
+    assert datetime.fromisoformat(first["created_at"]).timestamp() == first["created"]
+    assert (listed["has_more"], listed["first_id"]) == (False, first["id"])
     assert [card["id"] for card in listed["data"]] == ["embedded", "default"]
     assert listed["data"][0]["max_model_len"] == 256
     assert httpx2.get(f"{live.url}/v1/models/default").json()["id"] == "default"

@@ -11,6 +11,7 @@ import pytest
 
 from entropic_jax.serving.engine.text_grammar import TextGrammar, free_text
 from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.protocol.chat import ChatBody
 from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.tools import formats
 from entropic_jax.serving.http.tools.calling import ToolCalling
@@ -378,6 +379,22 @@ def test_a_template_with_tools_gets_them_and_arguments_as_objects(tool_server, m
     assert prompt(tool_server) == "[weather][clock]user:Hello\nassistant:<tool_call>Rome\ntool:sunny\n"
 
 
+def allowed(mode: str, *names: str) -> dict:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_can_be_called(served, tokenizer, mode):
+    body = ChatBody.model_validate(
+        {"messages": HELLO, "tools": TOOLS, "tool_choice": allowed(mode, "clock"), "model": None}
+    )
+    grammar = ToolCalling(served, "hermes").constraint(body).grammar
+    assert accepts(served, tokenizer, grammar, calls(HERMES, BOTH[1]))
+    assert not accepts(served, tokenizer, grammar, calls(HERMES, BOTH[0]))
+    assert accepts(served, tokenizer, grammar, "So.") == (mode == "auto")
+
+
 BROKEN = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]
 
 
@@ -391,6 +408,27 @@ BROKEN = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"
             "tool_choice",
             "must name one of tools (weather, clock); got other",
         ),
+        (
+            {"tools": TOOLS, "tool_choice": "any"},
+            "tool_choice",
+            """tool_choice must be an object or 'none', 'auto' or 'required'; got "any\"""",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "mcp"}},
+            "tool_choice.type",
+            """tool_choice.type must be one of 'function', 'allowed_tools'; got "mcp\"""",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function"}},
+            "tool_choice.function",
+            "tool_choice.function is missing",
+        ),
+        (
+            {"tools": TOOLS, "tool_choice": allowed("auto", "clock", "other")},
+            "tool_choice",
+            "tool_choice must name one of tools (weather, clock); got other",
+        ),
+        ({"tool_choice": allowed("auto", "clock")}, "tool_choice", "without tools"),
         ({"tools": [CLOCK, CLOCK]}, "tools", "different names; got clock twice"),
         ({"tools": [{"type": "retrieval"}]}, "tools.0.type", "tools.0.type must"),
         (

@@ -71,6 +71,9 @@ Count, Positive, Choices, Priority, Seconds = (
 )
 
 
+Order = Literal["asc", "desc"]  # of a list, by time
+
+
 def optional_fields(name: str, lines: Iterable[Parameter]) -> Any:
     """A body with an optional field for each of some lines of a table; null is as if it were missing."""
     fields: dict[str, Any] = {}

@@ -121,6 +121,33 @@ def chat_messages(items: str | Iterable[Any]) -> list[dict[str, Any]]:
     return messages
 
 
+ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+def listed_items(items: str | Iterable[Any], name: str) -> list[dict[str, Any]]:
+    """The items of an input as clients list them, each with an id.
+
+    Args:
+        items: the input of a request.
+        name: a text that makes the ids unique.
+    """
+    if isinstance(items, str):
+        items = [MessageItem(role="user", content=items)]
+    listed = []
+    for place, item in enumerate(items):
+        fields = {"status": "completed", **item.model_dump(exclude_none=True)}
+        if isinstance(item, MessageItem):
+            said = item.role == "assistant"
+            parts = fields["content"]
+            if isinstance(parts, str):
+                parts = [{"type": "output_text" if said else "input_text", "text": parts}]
+            fields["content"] = [{**part, "annotations": []} if said else part for part in parts]
+        elif isinstance(item, ReasoningItem):
+            fields["summary"] = []
+        listed.append({"id": f"{ID_PREFIXES[item.type]}_{name}in{place}", **fields})
+    return listed
+
+
 def _text(content: str | Sequence[Any]) -> str:
     if isinstance(content, str):
         return content
@@ -142,10 +169,33 @@ class ResponsesTool(Body):
 
 
 class ChosenFunction(Body):
-    """The function that must be called."""
+    """A function; as the choice, the one that must be called."""
 
     type: Literal["function"]
     name: Name
+
+    def for_chat(self) -> dict[str, Any]:
+        """The function in the form of chat."""
+        return {"type": "function", "function": {"name": self.name}}
+
+
+class AllowedFunctions(Body):
+    """The functions that may be called, of those that the prompt shows."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ChosenFunction], Field(min_length=1, max_length=MOST_TOOLS)]
+
+    def for_chat(self) -> dict[str, Any]:
+        """The choice in the form of chat."""
+        tools = [tool.for_chat() for tool in self.tools]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": self.mode, "tools": tools}}
+
+
+ResponsesToolChoice = (
+    Annotated[ChosenFunction | AllowedFunctions, Field(discriminator="type")]
+    | Literal["none", "auto", "required"]
+)
 
 
 class SchemaTextFormat(Body):
@@ -180,7 +230,7 @@ class ResponsesBody(SamplingFields):
     store: bool | None = Field(None, description="keep the response for a while; true unless stated")
     max_output_tokens: Positive | None = Field(None, description="most tokens to generate")
     tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
@@ -230,8 +280,8 @@ class ResponsesBody(SamplingFields):
             fields["response_format"] = {"type": form.type}
         fields["tools"] = [tool.for_chat() for tool in self.tools or ()] or None
         choice: Any = self.tool_choice
-        if isinstance(choice, ChosenFunction):
-            choice = {"type": "function", "function": {"name": choice.name}}
+        if choice is not None and not isinstance(choice, str):
+            choice = choice.for_chat()
         return ChatBody.model_validate({**fields, "tool_choice": choice})
 
 
@@ -262,6 +312,22 @@ class ResponsesAnswer(Answer):
     usage: ResponsesUsage | None = None
     previous_response_id: str | None = None
     entropic: EntropicResult | None = None
+
+
+class InputItems(Answer):
+    """A page of the input of a response."""
+
+    class InputItem(Answer):
+        """A message, a call, its result or a thought."""
+
+        type: Literal["message", "function_call", "function_call_output", "reasoning"]
+        id: str
+
+    object: Literal["list"]
+    data: list[InputItem]
+    first_id: str | None = None
+    last_id: str | None = None
+    has_more: bool
 
 
 class DeletedResponse(Answer):

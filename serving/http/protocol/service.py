@@ -25,6 +25,9 @@ class ModelCard(Answer):
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
+    created_at: str
     created: int
     owned_by: str
     root: str
@@ -37,6 +40,9 @@ class ModelList(Answer):
 
     object: Literal["list"]
     data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class Version(Answer):

@@ -38,10 +38,24 @@ class FunctionName(Body):
 
 
 class NamedTool(Body):
-    """The tool that must be called."""
+    """A tool; as the choice, the one that must be called."""
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedTools(Body):
+    """Some of the tools, and whether one of them must be called."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedChoice(Body):
+    """The tools that may be called, of those that the prompt shows."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
@@ -52,7 +66,26 @@ def shown_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in tools or ()]
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+# The objects come first, so that an error about one names its type.
+ToolChoice = (
+    Annotated[NamedTool | AllowedChoice, Field(discriminator="type")] | Literal["none", "auto", "required"]
+)
+
+
+def allowed_names(choice: ToolChoice | None) -> list[str] | None:
+    """The names of the tools that a choice allows; None if it allows all."""
+    if isinstance(choice, NamedTool):
+        return [choice.function.name]
+    if isinstance(choice, AllowedChoice):
+        return [tool.function.name for tool in choice.allowed_tools.tools]
+    return None
+
+
+def requires_call(choice: ToolChoice | None) -> bool:
+    """Whether a choice leaves no text without a call."""
+    if isinstance(choice, AllowedChoice):
+        return choice.allowed_tools.mode == "required"
+    return choice == "required" or isinstance(choice, NamedTool)
 
 
 def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constrained: bool) -> None:
@@ -70,8 +103,8 @@ def check_choice(tools: Sequence[Tool] | None, choice: ToolChoice | None, constr
         if choice not in (None, "none", "auto"):
             raise conflict("tool_choice", "tool_choice must be none or auto without tools; got a forced call")
         return
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        message = f"tool_choice must name one of tools ({', '.join(names)}); got {choice.function.name}"
+    if strange := next((name for name in allowed_names(choice) or () if name not in names), None):
+        message = f"tool_choice must name one of tools ({', '.join(names)}); got {strange}"
         raise conflict("tool_choice", message)
     if constrained and choice != "none":
         message = "tool_choice must be none with response_format or structured_outputs; got a choice of tools"

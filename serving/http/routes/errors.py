@@ -67,6 +67,7 @@ LISTS = (
     "system",
     "tools",
     "documents",
+    "tool_choice",
 )  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
 SHOULD = re.compile(r"^(\w+ should |Value error, must )")  # how Pydantic begins most messages

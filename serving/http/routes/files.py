@@ -1,7 +1,7 @@
 """`/v1/files` and `/v1/batches`, which exist only with `--files-dir`."""
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
@@ -13,6 +13,7 @@ from ..batch_runner import LONGEST_PAUSE, Batch, BatchRunner
 from ..file_store import FileStore, StoredFile, StoreFullError, page_of
 from ..frontend import Frontend, FrontendError, refusals
 from ..multipart import parts
+from ..protocol.fields import Order
 from ..protocol.files import (
     LONGEST,
     SHORTEST,
@@ -46,7 +47,6 @@ FORM = {
         },
     }
 }
-Order = Literal["asc", "desc"]
 
 
 def router(frontend: Frontend, batches: BatchRunner | None) -> APIRouter:

@@ -4,18 +4,22 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from ..frontend import Frontend, FrontendError
+from ..file_store import page_of
+from ..frontend import Frontend, FrontendError, refusals
+from ..protocol.fields import Order
 from ..protocol.responses import (
     FIELD_NAMES,
     DeletedResponse,
+    InputItems,
     ResponsesAnswer,
     ResponsesBody,
     chat_messages,
+    listed_items,
 )
 from ..response_store import ResponseStore, StoredResponse
 from . import conversation, errors, generation, rendering, unknown_fields
@@ -55,6 +59,23 @@ def router(frontend: Frontend) -> APIRouter:
     )
     async def stored(response_id: str, http: Request) -> Any:
         return rendering.answered(_stored(store, http, "response_id", response_id).answer)
+
+    @routes.get(
+        "/v1/responses/{response_id}/input_items",
+        summary="The input of a stored response",
+        response_model=InputItems,
+        responses=errors.documented(400, 401, 404),
+    )
+    async def input_items(
+        response_id: str,
+        http: Request,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Order = "desc",
+        after: str | None = None,
+    ) -> Any:
+        items = _stored(store, http, "response_id", response_id).items[:: 1 if order == "asc" else -1]
+        with refusals():
+            return rendering.answered(page_of(items, limit, after))
 
     @routes.delete(
         "/v1/responses/{response_id}",
@@ -96,7 +117,8 @@ async def _answer(frontend: Frontend, store: ResponseStore, body: ResponsesBody,
 
     def keep(answer: dict[str, Any]) -> None:
         if body.store is not False:
-            store.put(owner, answer, [*messages, message.for_chat()])
+            items = listed_items(body.input, name.removeprefix("resp_"))
+            store.put(owner, answer, [*messages, message.for_chat()], items)
 
     if body.stream:
         return generation.EventStream(_events(frontend, message, keep), frontend, choices)

@@ -1,5 +1,6 @@
 """Service routes: health, readiness, models, version, metrics and engine state."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -24,6 +25,9 @@ def router(frontend: Frontend) -> APIRouter:
         return {
             "id": name,
             "object": "model",
+            "type": "model",  # this and the next two are Anthropic's
+            "display_name": name,
+            "created_at": datetime.fromtimestamp(frontend.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "created": frontend.started,
             "owned_by": "entropic_jax",
             "root": frontend.model.path if adapter is None else adapter,
@@ -37,7 +41,8 @@ def router(frontend: Frontend) -> APIRouter:
     )
     async def models() -> Any:
         names = (*frontend.model.names, *frontend.engine.adapter_paths())
-        return answered({"object": "list", "data": list(map(card, names))})
+        ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # of Anthropic's form
+        return answered({"object": "list", "data": list(map(card, names)), **ends})
 
     @routes.get(
         "/v1/models/{model:path}",

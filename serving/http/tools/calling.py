@@ -7,7 +7,7 @@ from typing import Any
 from ...engine.grammar_forms import Constraint
 from ...request import RequestError
 from ..protocol.chat import ChatBody, Message
-from ..protocol.tools import NamedTool, shown_tools
+from ..protocol.tools import NamedTool, allowed_names, requires_call, shown_tools
 from ..served_model import ServedModel
 from . import formats
 from .formats import END_OF_THOUGHT, THINK, CallFormat
@@ -50,9 +50,9 @@ class ToolCalling:
             return None
         functions = [tool["function"] for tool in shown_tools(body.tools)]
         choice = body.tool_choice
-        if isinstance(choice, NamedTool):
-            functions = [function for function in functions if function["name"] == choice.function.name]
-        required = choice == "required" or isinstance(choice, NamedTool)
+        if (names := allowed_names(choice)) is not None:
+            functions = [function for function in functions if function["name"] in names]
+        required = requires_call(choice)
         reasoning = self.reasoning(body)
         grammar = formats.grammar(
             self.form,
