@@ -6,6 +6,7 @@ is merged again while a function is traced, so at run time there are only raw ar
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -116,6 +117,12 @@ def structure(
     graph, state = nnx.split(nnx.eval_shape(module))
     params = as_tuples(nnx.to_pure_dict(state))
     return graph, params if pattern is None else with_repeats(params, pattern)
+
+
+def num_parameters(config: Config) -> int:
+    """The parameters of a model before quantization; tied embeddings, in memory twice or not, count once."""
+    parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(structure(config)[1]))
+    return parameters - config.vocab_size * config.hidden_size * config.tie_word_embeddings
 
 
 def with_repeats(params: Params, pattern: LayerPattern) -> Params:

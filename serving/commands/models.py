@@ -49,10 +49,8 @@ def run(options: argparse.Namespace) -> int:
 
 def describe(path: Path) -> list[str]:
     """Lines on the model in a directory. Raises RequestError if it is not one that can be loaded."""
-    import jax
-
     from entropic_jax.models import ModelError, converted
-    from entropic_jax.models.decoder import structure
+    from entropic_jax.models.decoder import num_parameters
     from entropic_jax.models.formats import FIELDS
     from entropic_jax.models.formats.model_files import open_tensors
     from entropic_jax.models.formats.stored import DTYPES, FLOAT8, INTEGERS
@@ -64,9 +62,7 @@ def describe(path: Path) -> list[str]:
         raw, config = read_config_json(path), read_config(path)
         checkpoint = converted.description(path)
         stored = () if checkpoint is not None else open_tensors(path, config).values()
-        parameters = sum(math.prod(x.shape) for x in jax.tree.leaves(structure(config)[1]))
-        if config.tie_word_embeddings:  # in memory twice
-            parameters -= config.vocab_size * config.hidden_size
+        parameters = num_parameters(config)
     except ModelError as error:
         raise RequestError(f"path must be a model that can be loaded: {error}", "path") from None
     kinds: Counter[str] = Counter()

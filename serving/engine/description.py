@@ -11,6 +11,7 @@ import jax
 
 from entropic_jax import models
 from entropic_jax.methods.entropix_branches import SearchCounts
+from entropic_jax.models.decoder import num_parameters
 from entropic_jax.pallas.paged_attention.quantised import bytes_per_number
 
 from ..memory import gibibytes, page_bytes
@@ -135,7 +136,7 @@ def _model(model: models.Model) -> dict[str, Any]:
         "kv_heads": shape.kv_heads,
         "head_dim": shape.head_dim,
         "vocabulary": shape.vocabulary,
-        "parameters": sum(leaf.size for leaf in leaves),
+        "parameters": num_parameters(config),
         "bytes": sum(leaf.nbytes for leaf in leaves),
     }
 

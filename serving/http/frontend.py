@@ -101,7 +101,8 @@ class Frontend:
         """Like `check_model`, for requests that no adapter can serve."""
         if self.adapter(self.check_model(name)) is not None:
             known = ", ".join(self.model.names)
-            raise FrontendError(400, f"model must be {known}, no adapter; got {name!r}", "model")
+            message = f"model must be one of {known}, since adapters have no embeddings; got {name!r}"
+            raise FrontendError(400, message, "model")
         return self.check_model(name)
 
     def check_able(self) -> None:

@@ -65,7 +65,8 @@ def test_adapters_are_loaded_listed_chosen_and_unloaded(live, folder):
             assert live.engine.engine_requests[-1].adapter == adapter
             assert live.engine.engine_requests[-1].cache_salt == fields.get("cache_salt")
     answer = post(live, "/v1/embeddings", model="sql", input="x")
-    assert refused(answer, 400)["message"].endswith("no adapter; got 'sql'")
+    message = "model must be one of embedded, default, since adapters have no embeddings; got 'sql'"
+    assert refused(answer, 400)["message"] == message
     answer = post(live, "/score", model="sql", text_1="x", text_2="y", scoring="embedding")
     assert refused(answer, 400)["param"] == "model"
     answer = post(live, "/v1/unload_lora_adapter", lora_name="sql", lora_nme="x")

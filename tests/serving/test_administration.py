@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
+from safetensors.numpy import load_file
 
 from entropic_jax.serving.cli import parser
 from entropic_jax.serving.commands import serve_setup
@@ -81,6 +82,8 @@ def test_an_engine_describes_itself_and_forgets_its_prefixes(directory):
     try:
         info = running.describe()
         assert info["versions"]["jax"] and info["devices"][0]["platform"] == "cpu"
+        stored = load_file(Path(directory) / "model.safetensors")
+        assert info["model"]["parameters"] == sum(array.size for array in stored.values())
         assert info["model"]["layers"] == 2 and info["kv_cache"]["pages"] == 8
         assert info["options"]["block_size"] == 16 and info["batch"]["max_num_seqs"] == 1
         request = EngineRequest(id="1", request=Request(prompt=tuple(range(2, 50)), max_tokens=2))

@@ -5,6 +5,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from entropic_jax import models
+from entropic_jax.serving.engine import description
 
 from .. import tiny
 
@@ -37,6 +38,12 @@ def test_a_tied_embedding_counts_once(entropic):
         described(entropic, models.directory_of(None))["parameters"]
         == f"{sum(x.size for x in stored.values()):,}"
     )
+
+
+def test_a_server_counts_as_the_command_does(entropic):
+    model = models.load(models.directory_of(None))
+    counted = description._model(model)["parameters"]
+    assert described(entropic, models.directory_of(None))["parameters"] == f"{counted:,}"
 
 
 def test_parameters_of_quantised_weights_are_those_of_the_model(entropic, directory):

@@ -302,3 +302,8 @@ def test_a_choice_among_some_tools(live):
     answer = send(live, json={"input": "Hello", "tools": FUNCTIONS, "tool_choice": unknown})
     message = "tool_choice must name one of tools (weather, clock); got other"
     assert refused(answer, 400)["message"] == message
+
+
+def test_a_wrong_entry_of_metadata_is_named(live):
+    error = refused(send(live, json={"input": "Hello", "metadata": {"a": 1}}), 400)
+    assert (error["message"], error["param"]) == ("metadata.a must be a string; got 1", "metadata.a")

@@ -68,6 +68,7 @@ LISTS = (
     "tools",
     "documents",
     "tool_choice",
+    "metadata",
 )  # errors in them name the place, as messages.0.role
 UNION_ERRORS = ("union_tag_invalid", "union_tag_not_found")  # of a union's discriminator
 SHOULD = re.compile(r"^(\w+ should |Value error, must )")  # how Pydantic begins most messages
