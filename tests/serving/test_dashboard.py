@@ -128,7 +128,7 @@ def test_a_comparison_ends_with_a_verdict(page, server, differs_at):
     page.until(ENDED)
     verdict = text(page, "#verdict")
     equal = "The tokens are equal, all 160." if differs_at is None else "The tokens differ from token 8 on."
-    assert verdict.startswith(f"{equal} full took ")
+    assert verdict.startswith(f"{equal} In this one run, off first, full took ")
     rows = page.value(
         "[...document.querySelectorAll('#verdict tr')].map(r => [...r.cells].map(c => c.textContent))"
     )
@@ -137,8 +137,45 @@ def test_a_comparison_ends_with_a_verdict(page, server, differs_at):
         ("off", "160", "160", "0.3200"),
         ("full", "160", "107", "0.3200"),
     ]
+    page.point("#compare", click=True)
+    page.until("document.querySelector('#verdict').innerText.includes('one run, full first, full took')")
+    presets = [body["entropic"]["preset"] for body in server.requests]
+    assert presets == ["off", "full", "full", "off"], "the order alternates"
+    assert page.value(
+        "[...document.querySelectorAll('#verdict td:first-child')].map(t => t.textContent)"
+    ) == [
+        "off",
+        "full",
+    ]
     page.point("#run", click=True)
     page.until("document.querySelector('#verdict').hidden")
+
+
+def test_a_target_is_drawn_only_where_the_law_is_on(page, server):
+    label = "document.querySelector('canvas').getAttribute('aria-label')"
+    for preset, drawn in (("meso", False), ("off", False), ("micro", True), ("full", True)):
+        page.value(f"document.querySelector('input[value={preset}]').click()")
+        assert page.value("document.querySelector('#target').disabled") is not drawn
+        page.point("#run", click=True)
+        page.until(f"document.querySelector('#said').textContent.startsWith('{preset}: ended')")
+        assert ("target 1.35" in page.value(label)) == drawn, preset
+    page.point("#compare", click=True)
+    page.until("!document.querySelector('#verdict').hidden")
+    assert "target 1.35" in page.value(label)  # of one of both
+
+
+@pytest.mark.parametrize("size", [SMALL, PHONE, DESKTOP], ids=["small", "phone", "desktop"])
+def test_every_column_of_the_sequences_is_in_view(page, size):
+    page.look(*size)
+    page.until("document.querySelectorAll('#in-flight tr').length === 4")
+    outside = (
+        "(() => { const box = document.querySelector('.scroll').getBoundingClientRect();"
+        "return [...document.querySelectorAll('.in-flight th, .in-flight td')].filter(c => {"
+        "const range = document.createRange(); range.selectNodeContents(c);"
+        "const r = range.getBoundingClientRect(); return r.left < box.left - 1 || r.right > box.right + 1; })"
+        ".map(c => c.textContent); })()"
+    )
+    assert page.value(outside) == []
 
 
 def test_accepted_drafts_are_underlined(page):

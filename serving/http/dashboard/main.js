@@ -2,7 +2,7 @@
 
 import { InFlight } from "./in_flight.js";
 import { Plots } from "./plots.js";
-import { Refusal, complete, get } from "./stream.js";
+import { Refusal, complete, get, hasLaw } from "./stream.js";
 import { Card, Pane, legend } from "./text.js";
 import { verdict } from "./verdict.js";
 
@@ -36,7 +36,7 @@ const PROMPT = `class Settings:
 const $ = (id) => document.getElementById(id);
 const plots = new Plots($("plots"));
 const card = new Card($("token-card"));
-const page = { model: "", target: null, running: null, chosen: false, messages: [], prompt: PROMPT };
+const page = { model: "", target: null, running: null, chosen: false, messages: [], prompt: PROMPT, reversed: false };
 
 function presets() {
   for (const name of Object.keys(PRESETS)) {
@@ -59,6 +59,7 @@ const chatting = () => document.querySelector("input[name=mode]:checked").value 
 function hint() {
   $("preset-hint").textContent = PRESETS[chosen()];
   $("compare").disabled = page.running !== null || chosen() === "off";
+  $("target").disabled = !hasLaw(chosen());
 }
 
 /** Between text and chat: the box keeps the prompt of one while it holds the message of the other. */
@@ -126,7 +127,8 @@ async function run(names) {
   show(true);
   $("text-hint").hidden = false;
   const colors = names.length > 1 ? ["other", "accent"] : ["accent"];
-  plots.reset(names.map((name, i) => ({ name, color: colors[i] })), $("target").value === "" ? page.target : Number($("target").value));
+  const target = $("target").value === "" ? page.target : Number($("target").value);
+  plots.reset(names.map((name, i) => ({ name, color: colors[i] })), names.some(hasLaw) ? target : null);
   const panes = names.map((title, i) => new Pane({
     title, card, other: colors[i] === "other", onToken: (index) => plots.mark(i, index),
   }));
@@ -141,12 +143,19 @@ async function run(names) {
   if (matchMedia("(max-width: 900px)").matches) $("output").scrollIntoView({ block: "start" });
   try {
     const ends = []; // one after the other, each without cached prefixes: seconds are compared
-    for (const [i, name] of names.entries()) {
+    const order = [...names.keys()];
+    if (names.length > 1) {
+      if (page.reversed) order.reverse(); // whatever favours the first or the second favours each in turn
+      page.reversed = !page.reversed;
+    }
+    for (const i of order) {
       const salt = names.length > 1 ? crypto.getRandomValues(new Uint32Array(2)).join("-") : null;
-      ends.push(await runPane(panes[i], i, { ...request(name), salt }, controller.signal));
+      ends[i] = await runPane(panes[i], i, { ...request(names[i]), salt }, controller.signal);
     }
     $("said").textContent = ends.map((end, i) => said(names[i], panes[i], end)).join(" ");
-    if (names.length > 1) verdict($("verdict"), names.map((name, i) => ({ name, tokens: panes[i].tokens, ...ends[i] })));
+    if (names.length > 1) {
+      verdict($("verdict"), names.map((name, i) => ({ name, tokens: panes[i].tokens, ...ends[i] })), names[order[0]]);
+    }
   } catch (error) {
     panes.forEach((pane) => pane.end());
     if (error.name === "AbortError") $("said").textContent = "Stopped.";

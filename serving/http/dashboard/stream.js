@@ -95,11 +95,13 @@ function tokensOf(choice) {
   }));
 }
 
+/** Whether a preset has the temperature law, and so a target of the sampled entropy. */
+export const hasLaw = (preset) => ["micro", "full", "full-lossy"].includes(preset);
+
 /** Stream a completion, or with `messages` the answer of a chat. Calls `each` with every batch of tokens; returns why it ended and the summary. */
 export async function complete(request, { key, signal, each }) {
   const { prompt, messages, max_tokens, temperature, seed, preset, target } = request;
-  const controlled = ["micro", "full", "full-lossy"].includes(preset); // the others have no temperature law
-  const entropic = { preset, trace: true, ...(controlled && target != null ? { target_entropy: target } : {}) };
+  const entropic = { preset, trace: true, ...(hasLaw(preset) && target != null ? { target_entropy: target } : {}) };
   const body = {
     model: request.model, max_tokens, temperature, seed, entropic, stream: true, stream_options: { include_usage: true },
     ...(messages ? { messages, logprobs: true, top_logprobs: 5 } : { prompt, logprobs: 5 }),

@@ -16,11 +16,14 @@ export function firstDifference(first, second) {
   return -1;
 }
 
-/** Fill `place` with the verdict on two runs { name, tokens, seconds, summary }; the first is the one compared with. */
-export function verdict(place, runs) {
+/**
+ * Fill `place` with the verdict on two runs { name, tokens, seconds, summary }; the first is the one compared with, and
+ * `earlier` names the one that ran before the other. One pair says little: other work on the machine changes its seconds.
+ */
+export function verdict(place, runs, earlier) {
   const [before, after] = runs, at = firstDifference(before.tokens, after.tokens);
   const equal = at < 0 ? `The tokens are equal, all ${after.tokens.length}.` : `The tokens differ from token ${at + 1} on.`;
-  const speed = `${after.name} took ${fixed(after.seconds / before.seconds, 2)} times the seconds of ${before.name}.`;
+  const speed = `In this one run, ${earlier} first, ${after.name} took ${fixed(after.seconds / before.seconds, 2)} times the seconds of ${before.name}.`;
   const words = Object.assign(document.createElement("strong"), { textContent: `${equal} ${speed}` });
   const table = document.createElement("table");
   table.append(row("th", ["preset", "tokens", "seconds", "passes", "cost C, s"]), ...runs.map(({ name, tokens, seconds, summary }) =>
