@@ -1,6 +1,7 @@
 """The parser of messages on texts that are long, or that no JSON parser takes."""
 
 import json
+import random
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from entropic_jax.serving.http.routes.blocks import Block
 from entropic_jax.serving.http.routes.messages import _content
 from entropic_jax.serving.http.routes.response_message import _is_object
-from entropic_jax.serving.http.tools.formats import HERMES, JSON
+from entropic_jax.serving.http.tools.formats import FORMATS, HERMES, JSON, LLAMA3_JSON, MISTRAL
 from entropic_jax.serving.http.tools.parser import MessageParser
 from entropic_jax.serving.request import RequestError
 from entropic_jax.serving.request.chat_template import template_message
@@ -70,3 +71,59 @@ def test_arguments_that_are_nested_deeply_are_no_object():
     call = {"function": {"name": "f", "arguments": text}}
     with pytest.raises(RequestError, match="arguments are JSON objects"):
         template_message({"role": "assistant", "content": "", "tool_calls": [call]}, "messages[0]")
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<tool", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
+    *(" ", "\n", "text", "é", "💩", "<", "{", "}", "[", "]", ",", ";", '"', "\\"),
+    *('{"name": "f", "arguments": ', '{"a": 1}', '{"name": 5}', '{"name": "h"}', '{"name": "z"} '),
+    *('{"arguments": {}, "name": "k"}', '{"name": "z", "arguments": "s"}', '{"name": "z", "arguments": [1]}'),
+    '{"name": "g", "parameters": {"x": "}"}}',
+]
+
+
+def pieces_of(text: str, ends: list[int]) -> list[str]:
+    return [text[i:j] for i, j in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def test_content_and_calls_do_not_depend_on_the_pieces():
+    """Of texts that mix parts of calls; one without calls is content as it is."""
+    draw, called = random.Random(0), 0
+    for _ in range(1000):
+        text = "".join(draw.choices(FRAGMENTS, k=draw.randint(1, 9)))
+        form, reasoning = draw.choice([*FORMATS.values()]), draw.choice([None, False, True])
+        expected = parsed(form, [text], reasoning)
+        for ends in (
+            [*range(1, len(text))],
+            *(sorted(draw.sample(range(len(text) + 1), min(3, len(text)))) for _ in range(3)),
+        ):
+            assert parsed(form, pieces_of(text, ends), reasoning) == expected, (form.name, text, ends)
+        called += bool(expected[2])
+        assert reasoning is not None or expected[2] or expected[0] == text, (form.name, text)
+    assert called > 50
+
+
+WRITTEN, PAIR = '{"name": "f", "arguments": {}}', ("f", "{}")
+MARKED = f"<tool_call>\n{WRITTEN}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (HERMES, f"{MARKED}\n<b> is\n bold \n{MARKED}\n ", "\n<b> is\n bold \n", [PAIR] * 2),
+        (HERMES, f"{MARKED}\n<tool", "\n<tool", [PAIR]),
+        (HERMES, f"{MARKED}\n\n{MARKED} \n", "", [PAIR] * 2),
+        (HERMES, f"{MARKED}\n<tool_call>\n{{", "", [PAIR]),  # the second is cut
+        (HERMES, f"a <tool_call> begins one: {MARKED}", "a <tool_call> begins one: ", [PAIR]),
+        (HERMES, "such as <tool_call>", "such as <tool_call>", []),
+        (HERMES, '<tool_call>\n{"a": 1}\n</tool_call>', '<tool_call>\n{"a": 1}\n</tool_call>', []),
+        (MISTRAL, f"[TOOL_CALLS][{WRITTEN}, {WRITTEN}] a  b", " a  b", [PAIR] * 2),
+        (MISTRAL, f"[TOOL_CALLS][{WRITTEN}, a  b", ", a  b", [PAIR]),
+        (JSON, f"{WRITTEN}\n{WRITTEN}\na  b\n c", "a  b\n c", [PAIR] * 2),
+        (LLAMA3_JSON, f"<|python_tag|>{WRITTEN}; {WRITTEN} a  b", "a  b", [PAIR] * 2),
+        (LLAMA3_JSON, ' <|python_tag|> {"a": 1} b', ' <|python_tag|> {"a": 1} b', []),
+    ],
+)
+def test_text_around_calls(form, text, content, calls):
+    for ends in ([], [*range(1, len(text))]):
+        assert parsed(form, pieces_of(text, ends)) == (content, "", calls)

@@ -50,6 +50,9 @@ class MessageParser:
         self._state = TEXT if reasoning is None else THOUGHT if reasoning else BEGINNING
         self._buffer = ""
         self._has_text = False  # whether content has been released
+        self._opening = ""  # text before the call that may be none after all
+        self._after_call = False  # whether a call has come, and no content since then
+        self._blank: list[str] = []  # white space since that call
         self._scan = ObjectScan()  # of the call, or of its arguments
         self._is_malformed = False  # whether the call has ended, and is no JSON
         self._content: list[str] = []
@@ -64,26 +67,25 @@ class MessageParser:
     def push(self, tokens: Iterable[Token]) -> MessagePart:
         """The text and the calls that the tokens add."""
         self._buffer += "".join(token.text or self._markers.get(token.id, "") for token in tokens)
-        return self._advance()
+        self._advance()
+        return self._released()
 
     def finish(self) -> MessagePart:
         """The parts held back, at the end of the text.
 
         A first call without arguments yet is content. After other calls, the beginning of one is left out.
         """
-        part = self._advance()
+        self._advance()
         rest, self._buffer = self._buffer, ""
         if self._state == THOUGHT:
-            return part._replace(reasoning=part.reasoning + rest)
-        if self._state == CALL and self.num_calls:
-            rest = ""
-        elif self._state == CALL and self.form is not None and rest.strip():
-            rest = self.form.marker + rest
-        elif self._state in (END_OF_CALL, BETWEEN) or (self.num_calls and not rest.strip()):
-            rest = ""
-        return part._replace(content=part.content + rest)
+            self._reasoning.append(rest)
+        elif self._state == CALL:
+            self._say("" if self.num_calls else self._opening + rest)
+        elif self._state not in (END_OF_CALL, BETWEEN):
+            self._say(rest)
+        return self._released()
 
-    def _advance(self) -> MessagePart:
+    def _advance(self) -> None:
         steps = {
             BEGINNING: self._beginning,
             THOUGHT: self._thought,
@@ -96,13 +98,16 @@ class MessageParser:
         }
         while self._buffer and steps[self._state]():
             pass
+
+    def _released(self) -> MessagePart:
+        """What has been decided since the last part."""
         part = MessagePart("".join(self._content), "".join(self._reasoning), _merged(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return part
 
-    def _enter(self, state: int, rest: str) -> None:
-        """Begin a part of the text that has not been scanned."""
-        self._state, self._buffer = state, rest
+    def _enter(self, state: int, rest: str, opening: str = "") -> None:
+        """Begin a part of the text that has not been scanned, after text that belongs to it."""
+        self._state, self._buffer, self._opening = state, rest, opening
         self._scan, self._is_malformed = ObjectScan(), False
 
     # One step each; False if more text is needed.
@@ -141,10 +146,9 @@ class MessageParser:
             text, marker, rest = self._buffer.partition(form.marker)
             if marker:
                 self._say(text)
-                self._enter(CALL, rest)
+                self._enter(CALL, rest, marker)
                 return True
-            if not self.num_calls or self._buffer.strip():
-                self._say(self._release(form.marker))
+            self._say(self._release(form.marker))
             return False
         text = self._buffer.lstrip()
         optional = form.optional_marker
@@ -153,7 +157,7 @@ class MessageParser:
         elif not text or (optional and optional.startswith(text)):
             return False
         if text.startswith("{"):
-            self._enter(CALL, text)
+            self._enter(CALL, text, self._buffer.removesuffix(text))
             return True
         self._has_text = bool(text)
         return bool(text)
@@ -162,9 +166,9 @@ class MessageParser:
         text = self._buffer.lstrip(" \n[,;")
         if not text.startswith("{"):
             if text:  # no call after all
-                self._say((self.form.marker if self.form else "") + self._buffer)
-                self._has_text, self._state, self._buffer = True, TEXT, ""
-            return False
+                self._say(self._opening)
+                self._has_text, self._state = True, TEXT
+            return bool(text)
         if self._is_malformed:
             return False
         scanned = self._scan.length
@@ -187,7 +191,7 @@ class MessageParser:
             self._open(name, arguments)
             self._enter(BETWEEN, rest)
         else:
-            self._say(written)
+            self._say(self._opening + self._buffer.removesuffix(rest))
             self._has_text = True
             self._enter(TEXT, rest)
         return True
@@ -225,11 +229,15 @@ class MessageParser:
         identity = letters[:9] if self.form is MISTRAL else f"call_{letters[:24]}"
         self._calls.append(CallPart(self.num_calls, identity, name, arguments))
         self.num_calls += 1
+        self._after_call, self._blank = True, []
 
     def _say(self, text: str) -> None:
-        """Release content; white space between calls is none."""
-        if text and not (self.num_calls and not text.strip()):
-            self._content.append(text)
+        """Release content. White space after a call is content once other text follows it."""
+        if self._after_call and not text.strip():
+            self._blank.append(text)
+        elif text:
+            self._content += [*self._blank, text]
+            self._after_call, self._blank = False, []
 
     def _release(self, marker: str) -> str:
         """The text that cannot be the beginning of a marker; the rest is held back."""
