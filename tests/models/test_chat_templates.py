@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 
 import pytest
 
@@ -34,9 +35,12 @@ def short(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ENDLESS)
 def test_endless_templates_are_errors_of_one_line(name):
+    process = PROCESS.running()
     with pytest.raises(ModelError, match=r"^chat_template must need at most 1 s and 256 MiB") as caught:
         render(ENDLESS[name], {})
     assert "\n" not in str(caught.value)
+    if name == "loops":  # which the limit of the processor time ends, before the patience is over
+        assert process.returncode == -signal.SIGXCPU
     assert render("{{ x }}", {"x": 1}) == "1"
 
 
@@ -58,11 +62,16 @@ def test_what_the_system_ends_is_started_again():
 
 
 def test_a_stopped_process_is_ended_and_started_again(monkeypatch):
-    monkeypatch.setattr(chat_templates, "PATIENCE", 0.5)
     assert render("a", {}) == "a"
-    os.kill(PROCESS.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(chat_templates, "PATIENCE", 0.5)
+    process, late = PROCESS.process, threading.Event()
+    end = threading.Timer(30, lambda: (late.set(), process.kill()))  # should nothing else end it
+    os.kill(process.pid, signal.SIGSTOP)
+    end.start()
     with pytest.raises(ModelError, match=r"^chat_template must need at most 1 s"):
         render("b", {})
+    end.cancel()
+    assert not late.is_set() and process.returncode == -signal.SIGKILL
     monkeypatch.undo()
     assert render("c", {}) == "c"
 

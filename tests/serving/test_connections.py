@@ -1,6 +1,8 @@
 """Connections: host names, incomplete heads and bodies, connection limits, and a failed engine."""
 
+import asyncio
 import contextlib
+import hashlib
 import json
 import shutil
 import socket
@@ -21,6 +23,7 @@ from entropic_jax.serving.http.host_names import accepted_hosts
 from entropic_jax.serving.http.process import ENGINE_FAILED
 from entropic_jax.serving.http.routes import gate
 from entropic_jax.serving.http.settings import Limits, Settings
+from tests.clocks import replace_clock
 
 from .live import Live, refused, serving
 from .scripted_engine import ScriptedEngine
@@ -72,6 +75,14 @@ def test_names_of_this_machine_are_accepted(live, host):
     assert httpx2.get(f"{live.url}/v1/models", headers={"Host": host}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "accepted"),
+    [("localhost.", True), ("A.Example.:80", True), ("a.example", True), ("b.example.", False)],
+)
+def test_a_name_may_end_with_the_root(host, accepted):
+    assert accepted_hosts("127.0.0.1", ("a.example",)).accept(host) is accepted
+
+
 def test_names_that_the_operator_allows(served):
     with server(served, allowed_hosts=("models.example.org",)) as live:
         get = lambda host: httpx2.get(f"{live.url}/health", headers={"Host": host})
@@ -120,6 +131,51 @@ def test_a_body_that_does_not_arrive_is_ended(live, monkeypatch):
     live.engine.pace = 0.2  # a request whose body is complete may take longer
     answer = httpx2.post(f"{live.url}/v1/completions", json={"prompt": "x", "max_tokens": 3})
     assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(("piece", "ends"), [(b"x", True), (b"x" * gate.BODY_RATE, False)])
+def test_a_body_that_drips_is_ended(monkeypatch, piece, ends):
+    """A piece a second: one byte is too slow, as many as the rate demands are not."""
+    current, most = 0.0, 100
+    replace_clock(monkeypatch, gate, "monotonic", lambda: current)
+    limits = dict(api_keys=(), max_bytes=most * len(piece), log_requests=False)
+
+    async def drip():
+        nonlocal current
+        current += 1
+        for _ in range(3):  # where a limit that is over takes effect
+            await asyncio.sleep(0)
+        return {"type": "http.request", "body": piece, "more_body": True}
+
+    async def main():
+        receive = gate.Gate(None, **limits)._limited(drip)
+        for _ in range(most):
+            await receive()
+
+    if not ends:
+        asyncio.run(main())
+        return
+    with pytest.raises(
+        gate.HTTPException, match="the body must arrive within 30 s and 16384 bytes"
+    ) as caught:
+        asyncio.run(main())
+    assert caught.value.status_code == 408 and gate.BODY_SECONDS <= current <= gate.BODY_SECONDS + 2
+
+
+@pytest.mark.parametrize(
+    ("bearer", "other", "status"),
+    [
+        *(("one", "", 200), ("", "two", 200), ("wrong", "two", 200), ("one", "wrong", 200)),
+        *(("wrong", "", 401), ("", "wrong", 401), ("wrong", "wrong", 401), ("", "", 401)),
+    ],
+)
+def test_one_valid_key_of_two_is_enough(bearer, other, status):
+    headers = {"authorization": f"Bearer {bearer}", "x-api-key": other}
+    keeper = gate.Gate(None, ("one", "two"), 10, False)
+    valid = {hashlib.sha256(key.encode()).digest() for key in ("one", "two")}
+    assert (keeper._key(headers) in valid) == (status == 200)
+    refusal = keeper._refusal("GET", "/v1/models", headers)
+    assert (200 if refusal is None else refusal[0]) == status
 
 
 def test_connections_beyond_the_limit_are_refused(served):

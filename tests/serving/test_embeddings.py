@@ -14,6 +14,7 @@ import pytest
 from entropic_jax import models
 from entropic_jax.attention.attend import TokenSpan, attend_to
 from entropic_jax.serving.engine.embedding import Embedder
+from entropic_jax.serving.engine.interface import Embeddings
 from entropic_jax.state import cache
 
 from .live import refused
@@ -214,3 +215,19 @@ def test_openai_client_while_requests_decode():
         ranked = httpx2.post(f"{live.url}/rerank", json=body, timeout=60).json()["results"]
         assert [entry["index"] for entry in ranked] == [0, 1]
         assert 0 < ranked[1]["relevance_score"] < ranked[0]["relevance_score"] <= 1
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_hidden_states_that_are_not_finite_are_an_error(live, monkeypatch, value):
+    counts = np.ones((2, 8), np.float32)
+    counts[1, 3] = value
+    monkeypatch.setattr(live.engine, "embed", lambda texts, *_: Embeddings(counts[-len(texts) :]))
+    texts = ["a", "b"]
+    for path, body in (
+        (PATH, {"input": "a"}),
+        (PATH, {"input": texts, "encoding_format": "base64"}),
+        ("/score", {"text_1": "a", "text_2": "b", "scoring": "embedding"}),
+        ("/rerank", {"query": "a", "documents": ["b"], "scoring": "embedding"}),
+    ):
+        error = refused(httpx2.post(live.url + path, json=body), 500)
+        assert error["message"] == "the model computed hidden states that are not finite"

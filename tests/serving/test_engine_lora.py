@@ -213,6 +213,20 @@ def test_an_adapter_is_replaced_while_requests_run(model, paths, expected):  # n
             engine.unload_adapter("b")
 
 
+def test_a_slot_is_taken_until_its_last_request_ends(adapted, paths):
+    slots = adapted.adapters
+    free, users = slots.describe()["slots_free"], [slots.acquire("a") for _ in range(2)]
+    adapted.unload_adapter("a")
+    for user in users:
+        assert slots.describe()["slots_free"] == free
+        with pytest.raises(RequestError, match="model must name a loaded adapter; got 'a'"):
+            slots.acquire("a")
+        slots.release(user)
+    assert slots.describe()["slots_free"] == free + 1
+    adapted.load_adapter("a", paths["a"])
+    assert slots.describe()["loaded"]["a"] == 0
+
+
 def test_a_broken_adapter_leaves_its_slot_free(adapted, tmp_path):
     free = adapted.adapters.describe()["slots_free"]
     adapted.unload_adapter("c")

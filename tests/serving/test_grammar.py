@@ -1,6 +1,7 @@
 """Grammars that no text satisfies, or that fail midway, never yield a finished answer."""
 
 import json
+from types import SimpleNamespace
 
 import httpx2
 import llguidance
@@ -8,7 +9,8 @@ import pytest
 from tokenizers import AddedToken
 
 from entropic_jax import models
-from entropic_jax.serving.engine.text_grammar import known_tokens
+from entropic_jax.serving.engine.text_grammar import TextGrammar, known_tokens
+from entropic_jax.serving.request import RequestError
 
 from .live import refused
 
@@ -98,3 +100,26 @@ def test_tokens_that_the_model_has_no_ids_for_are_left_out():
         llguidance.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocabulary)
     known = known_tokens(tokenizer.backend.to_str(), vocabulary)
     assert llguidance.LLTokenizer(known, n_vocab=vocabulary).vocab_size == vocabulary
+
+
+def test_a_matcher_that_fails_as_it_takes_a_token_is_an_error():
+    """And never the end of the text, although it has stopped."""
+    matcher = SimpleNamespace(
+        consume_token=lambda token: True,
+        is_error=lambda: True,
+        get_error=lambda: "too many items\nin row 3",
+        is_stopped=lambda: True,
+    )
+    grammar = TextGrammar(matcher, 8, "structured_outputs.grammar")
+    with pytest.raises(RequestError, match=r"that a text can satisfy: too many items$") as caught:
+        grammar.accept(5)
+    assert grammar.failure is caught.value and caught.value.param == "structured_outputs.grammar"
+
+
+def test_the_error_of_a_token_that_may_not_come_is_that_of_the_matcher(served):
+    tokenizer = llguidance.LLTokenizer(served.tokenizer.backend.to_str())
+    matcher = llguidance.LLMatcher(tokenizer, llguidance.grammar_from("lark", 'start: "abc"'), log_level=0)
+    grammar = TextGrammar(matcher, tokenizer.vocab_size, "structured_outputs.grammar")
+    (token,) = served.tokenizer.encode("z", special=False)
+    with pytest.raises(RequestError, match="doesn't satisfy the grammar"):
+        grammar.accept(token)

@@ -50,6 +50,14 @@ def test_a_bucket_fills_steadily_and_is_forgotten_when_full():
     assert [limiter.admit("c") for _ in range(4)] == [0] * 4 and len(limiter) == 1
 
 
+def test_a_bucket_never_holds_more_than_the_limit():
+    current = 0.0
+    limiter = RateLimiter(RateLimit(4, 2.0), clock=lambda: current)
+    assert limiter.admit("a") == 0
+    current = 1.5  # in which three more requests come to the three that are left
+    assert [limiter.admit("a") for _ in range(5)] == [0, 0, 0, 0, 0.5]
+
+
 def test_the_flag():
     options = parser().parse_args(["serve", "--request-rate-limit", "600/min"])
     assert serve_setup.settings_of(options).limits.rate == RateLimit(600, 60.0)

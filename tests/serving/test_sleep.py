@@ -62,6 +62,17 @@ def test_the_pool_is_released_and_requests_wait(running):
     running.wake_up().result(30)
 
 
+def test_cached_prefixes_are_lost(running):
+    """Their pages are in the pool that is released."""
+    request = engine_request("cached", prompt(40, 9), temperature=0)
+    expected, _ = run(running, request)[0]
+    assert run(running, request)[0][1].cached_tokens > 0
+    running.sleep("abort").result(30)
+    running.wake_up().result(30)
+    tokens, last = run(running, request)[0]
+    assert (tokens, last.cached_tokens) == (expected, 0)
+
+
 @pytest.mark.slow
 def test_running_requests_end_or_are_waited_for(running):
     first = iter(running.submit(engine_request("long", prompt(5), max_tokens=90)))

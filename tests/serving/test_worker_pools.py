@@ -1,6 +1,8 @@
 """Worker pools: hard grammars and long texts do not delay other requests; a full queue refuses."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +15,7 @@ from entropic_jax.serving.engine.interface import QueueFullError
 from entropic_jax.serving.http.worker_pools import LONG, WorkerPool
 
 from .live import refused
+from .test_allocator import LINUX
 
 
 def small(live) -> httpx2.Response:
@@ -31,13 +34,18 @@ def test_a_full_pool_refuses_and_counts_those_who_left():
         pool, gate = WorkerPool("test", threads=1, queue=2), threading.Event()
         first, second, third = (asyncio.ensure_future(pool.run(gate.wait, 20)) for _ in range(3))
         await asyncio.sleep(0.01)
+        try:
+            fourth = asyncio.ensure_future(pool.run(gate.wait, 20))
+            await asyncio.sleep(0.01)
+            assert pool.pending == 3
+            second.cancel()  # the caller leaves, the call stays in the queue
+            await asyncio.sleep(0.01)
+            assert pool.pending == 3
+        finally:
+            gate.set()
         with pytest.raises(QueueFullError) as full:
-            await pool.run(gate.wait)
+            await fourth
         assert full.value.retry_after >= 1
-        second.cancel()  # the caller leaves, the call stays in the queue
-        await asyncio.sleep(0.01)
-        assert pool.pending == 3
-        gate.set()
         assert [await first, await third] == [True, True] and second.cancelled()
         while pool.pending:
             await asyncio.sleep(0.01)
@@ -110,3 +118,23 @@ def test_the_length_of_a_text_is_bounded(live, monkeypatch):
         error = refused(httpx2.post(live.url + path, json=body, timeout=60), 400)
         assert error["param"] == name
         assert error["message"].startswith(f"{name} must have at most {most} ")
+
+
+TRIAL = """
+import sys
+from types import SimpleNamespace
+import llguidance
+from entropic_jax.serving.engine import grammar_check
+
+llguidance.LLMatcher = SimpleNamespace(validate_grammar=lambda text: str(len(bytearray(int(text)))))
+sys.argv = ["grammar_check", "60"]
+sys.exit(grammar_check.main())
+"""
+
+
+@LINUX
+@pytest.mark.parametrize(("size", "fits"), [(1 << 20, True), (grammar_check.BYTES, False)])
+def test_the_memory_of_a_trial_is_limited(size, fits):
+    trial = subprocess.run([sys.executable, "-c", TRIAL], input=str(size), capture_output=True, text=True)
+    assert (trial.returncode == 0) == fits, trial.stderr
+    assert trial.stdout.strip() == str(size) if fits else "MemoryError" in trial.stderr
