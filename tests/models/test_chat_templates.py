@@ -107,3 +107,32 @@ def test_an_interrupt_leaves_no_answer_behind(monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             render("first", {})
     assert render("second", {}) == "second"
+
+
+def test_one_template_at_a_time_is_rendered(monkeypatch):
+    """The lock is held from the request to its answer, or two threads could get each other's."""
+    locked = []
+    send, receive = chat_templates.send, chat_templates.receive
+
+    def watched(function):
+        return lambda *arguments: (locked.append(PROCESS.lock.locked()), function(*arguments))[1]
+
+    monkeypatch.setattr(chat_templates, "send", watched(send))
+    monkeypatch.setattr(chat_templates, "receive", watched(receive))
+    assert render("a", {}) == "a"
+    assert locked == [True, True] and not PROCESS.lock.locked()
+
+
+def test_the_process_of_another_process_is_left_alone():
+    """After a fork, both have a copy of the object."""
+    first = PROCESS.running()
+    try:
+        PROCESS.parent = os.getppid()
+        assert render("a", {}) == "a" and PROCESS.process is not first
+        PROCESS.stop()
+        PROCESS.process, PROCESS.parent = first, os.getppid()
+        PROCESS.stop()
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()

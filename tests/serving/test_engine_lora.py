@@ -227,13 +227,28 @@ def test_a_slot_is_taken_until_its_last_request_ends(adapted, paths):
     assert slots.describe()["loaded"]["a"] == 0
 
 
+def test_a_name_is_taken_while_its_adapter_is_loaded(adapted, paths):
+    slots = adapted.adapters
+    adapted.unload_adapter("b")
+
+    def in_engine(put):
+        with pytest.raises(RequestError, match="lora_name must not be a loaded adapter; got 'b'"):
+            adapted.load_adapter("b", paths["b"])
+        with pytest.raises(RequestError, match="model must name a loaded adapter; got 'b'"):
+            slots.acquire("b")
+        return adapted._in_engine(put)
+
+    slots.load("b", paths["b"], in_engine, adapted.programs.replace_adapters)
+    assert slots.names()["b"] == paths["b"]
+
+
 def test_a_broken_adapter_leaves_its_slot_free(adapted, tmp_path):
     free = adapted.adapters.describe()["slots_free"]
     adapted.unload_adapter("c")
-    with pytest.raises(
-        RequestError, match="lora_path must be an adapter that can be served: adapter must be a"
-    ):
-        adapted.load_adapter("c", str(tmp_path / "missing"))
+    message = "lora_path must be an adapter that can be served: adapter must be a"
+    for _ in range(2):  # its name stays free as well
+        with pytest.raises(RequestError, match=message):
+            adapted.load_adapter("c", str(tmp_path / "missing"))
     assert adapted.adapters.describe()["slots_free"] == free + 1
 
 
