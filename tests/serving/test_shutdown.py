@@ -62,16 +62,16 @@ def test_the_first_signal_drains_and_the_second_stops_at_once(server, clock, mon
 
 
 def test_requests_are_cut_off_while_there_is_time_to_end(server, clock, monkeypatch):
-    cut = []
+    abandoned = []
     monkeypatch.setattr(Frontend, "busy", True)
-    monkeypatch.setattr(Frontend, "abandon", lambda frontend: cut.append(clock.seconds))
+    monkeypatch.setattr(Frontend, "abandon", lambda frontend: abandoned.append(clock.seconds))
     server.handle_exit(signal.SIGTERM, None)
     last = process.last_seconds(DRAIN)
     assert last == 4
     clock.seconds = server.deadline - last - 0.01
-    assert not tick(server) and not cut
+    assert not tick(server) and not abandoned
     clock.seconds = server.deadline - last
-    assert tick(server) and cut == [clock.seconds]
+    assert tick(server) and abandoned == [clock.seconds]
     clock.seconds = server.deadline - process.MARGIN * last - 1
     assert server.seconds_for_engine() == pytest.approx(1)
     clock.seconds = server.deadline

@@ -100,7 +100,7 @@ class MessageParser:
             pass
 
     def _released(self) -> MessagePart:
-        """What has been decided since the last part."""
+        """The part that has been decided since the last one."""
         part = MessagePart("".join(self._content), "".join(self._reasoning), _merged(self._calls))
         self._content, self._reasoning, self._calls = [], [], []
         return part
