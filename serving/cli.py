@@ -69,7 +69,7 @@ def parser() -> Parser:
         )
         module.add_arguments(sub)
         flags = tuple(flag for action in sub._actions for flag in action.option_strings)
-        sub.set_defaults(run=module.run, error=sub.error, subparser=sub, flags=flags)
+        sub.set_defaults(run=module.run, error=sub.error, top=top, subparser=sub, flags=flags)
     return top
 
 

@@ -19,9 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the script, and return the exit status. RequestError without the package that writes it."""
-    from ..cli import parser
-
-    print(script(parser(), options.shell))
+    print(script(options.top, options.shell))
     return 0
 
 

@@ -95,9 +95,8 @@ def _model(group: argparse._ArgumentGroup) -> None:
 
 def _http(group: argparse._ArgumentGroup) -> None:
     default = Settings()
-    group.add_argument(
-        "--host", default=default.host, help="address to listen on (default: this machine only)"
-    )
+    text = "address to listen on (default: this machine only)"
+    group.add_argument("--host", default=default.host, help=text)
     group.add_argument(
         "--port", type=number(PORT), default=default.port, help="0 takes a free one (default: 8000)"
     )
@@ -112,9 +111,8 @@ def _http(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="accepted keys (default: ENTROPIC_API_KEY, else no key is needed)",
     )
-    group.add_argument(
-        "--root-path", default="", metavar="PATH", help="path under which a proxy serves this server"
-    )
+    text = "path under which a proxy serves this server"
+    group.add_argument("--root-path", default="", metavar="PATH", help=text)
     group.add_argument(
         "--allowed-origins",
         action=Several,
@@ -148,9 +146,8 @@ def _http(group: argparse._ArgumentGroup) -> None:
         default="info",
         help="log level (default: info)",
     )
-    group.add_argument(
-        "--metrics-prefix", default="vllm", metavar="NAME", help="prefix of vLLM's metrics (default: vllm)"
-    )
+    text = "prefix of vLLM's metrics (default: vllm)"
+    group.add_argument("--metrics-prefix", default="vllm", metavar="NAME", help=text)
     group.add_argument(
         "--profile-dir",
         metavar="FOLDER",

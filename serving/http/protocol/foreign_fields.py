@@ -65,7 +65,7 @@ OF_CHAT = {
 
 
 def _of_api(limit: str, form: str) -> dict[str, Foreign]:
-    """What an API lacks whose constraint of the text is a JSON schema.
+    """The fields of others in an API whose only constraint of the text is a JSON schema.
 
     Args:
         limit: its name for the most tokens of a text.

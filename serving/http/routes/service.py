@@ -20,29 +20,13 @@ def router(frontend: Frontend) -> APIRouter:
     """The routes."""
     routes = APIRouter(tags=["service"])
 
-    def card(name: str) -> dict[str, Any]:
-        adapter = frontend.engine.adapter_paths().get(name)
-        return {
-            "id": name,
-            "object": "model",
-            "type": "model",  # this and the next two are Anthropic's
-            "display_name": name,
-            "created_at": datetime.fromtimestamp(frontend.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "created": frontend.started,
-            "owned_by": "entropic_jax",
-            "root": frontend.model.path if adapter is None else adapter,
-            "parent": None if adapter is None else frontend.model.names[0],
-            "max_model_len": frontend.model.context,
-            "permission": [],
-        }
-
     @routes.get(
         "/v1/models", summary="The models served", response_model=ModelList, responses=documented(401)
     )
     async def models() -> Any:
         names = (*frontend.model.names, *frontend.engine.adapter_paths())
         ends = {"first_id": names[0], "last_id": names[-1], "has_more": False}  # of Anthropic's form
-        return answered({"object": "list", "data": list(map(card, names)), **ends})
+        return answered({"object": "list", "data": [_card(frontend, name) for name in names], **ends})
 
     @routes.get(
         "/v1/models/{model:path}",
@@ -51,7 +35,7 @@ def router(frontend: Frontend) -> APIRouter:
         responses=documented(401, 404),
     )
     async def model(model: str) -> Any:
-        return answered(card(frontend.check_model(model)))
+        return answered(_card(frontend, frontend.check_model(model)))
 
     @routes.head("/health", include_in_schema=False)  # how some load balancers ask
     @routes.get(
@@ -100,3 +84,21 @@ def router(frontend: Frontend) -> APIRouter:
         return answered(frontend.state())
 
     return routes
+
+
+def _card(frontend: Frontend, name: str) -> dict[str, Any]:
+    """A description of a model, in the forms of OpenAI and Anthropic."""
+    adapter = frontend.engine.adapter_paths().get(name)
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",  # this and the next two are Anthropic's
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(frontend.started, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "created": frontend.started,
+        "owned_by": "entropic_jax",
+        "root": frontend.model.path if adapter is None else adapter,
+        "parent": None if adapter is None else frontend.model.names[0],
+        "max_model_len": frontend.model.context,
+        "permission": [],
+    }
