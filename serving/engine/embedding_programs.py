@@ -20,6 +20,7 @@ from entropic_jax.state.cache import Cache
 
 from ..executable_cache import load_or_compile
 from ..options.kv_cache import pages_of
+from . import allocator
 
 CREATE, READ = "create-embedding-cache", "embed"  # first words of the names of launches
 
@@ -123,5 +124,7 @@ class EmbeddingPrograms:
                 decoder = self.model.decoder
                 program = partial(sharding.launch, decoder, partial(encode_chunk, decoder))
                 arguments = (self.model.params, kv_cache, shape.empty_chunk())
-                self._compiled[shape], _ = load_or_compile(program, arguments, 1)
+                self._compiled[shape], is_new = load_or_compile(program, arguments, 1)
+                if is_new:
+                    allocator.trim()
             return partial(self._compiled[shape], self.model.params)

@@ -306,7 +306,7 @@ class Programs:
                 self.memory.enter(key, stored, time.monotonic())
             self.compilations += is_new
             self.compile_seconds += time.perf_counter() - start_time
-        if stored:
+        if stored or is_new:  # the compiler has freed what it took, in the C library's pools
             allocator.trim()
 
     def compiled(self, key: tuple) -> Callable[..., Any]:

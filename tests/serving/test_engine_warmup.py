@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from entropic_jax.serving.engine import allocator
 from entropic_jax.serving.engine.engine import EngineOptions, LLMEngine
 from entropic_jax.serving.engine.programs import Programs
 from entropic_jax.serving.http.metrics import Metrics
@@ -143,6 +144,8 @@ def test_scored_prompts_share_launches_once_their_programs_are_compiled(model, m
         launched.append((chunk.tokens.shape[0], scored))
         return launch(device_state, chunk, scored)
 
+    trimmed: list[None] = []
+    monkeypatch.setattr(allocator, "trim", lambda: trimmed.append(None))
     monkeypatch.setattr(engine.programs, "prefill", prefill)
     pause = lambda value: engine._in_engine(lambda: setattr(engine.scheduler, "paused", value)).result()
 
@@ -162,6 +165,7 @@ def test_scored_prompts_share_launches_once_their_programs_are_compiled(model, m
     first = crowd(50)  # by the one program of the warm-up, while another is compiled
     assert launched.count((1, True)) > 0
     until(lambda: engine.programs.is_compiled(("prefill", 4, 17, True)))
+    until(lambda: trimmed, 20)  # memory is given back after late compilations, too
     launched.clear()
     second = crowd(51)
     assert len([scored for _, scored in launched if scored]) == 3 and (4, True) in launched
