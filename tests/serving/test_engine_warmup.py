@@ -170,7 +170,7 @@ def test_scored_prompts_share_launches_once_their_programs_are_compiled(model, m
     second = crowd(51)
     assert len([scored for _, scored in launched if scored]) == 3 and (4, True) in launched
     assert [scored for _, scored in launched].index(False) < 2  # nobody else waits for the crowd
-    for one, other in zip(first, second, strict=True):
-        assert one == pytest.approx(other, abs=1e-3)
+    for earlier, other in zip(first, second, strict=True):
+        assert earlier == pytest.approx(other, abs=1e-3)
     engine.close()
     nothing_is_left(engine)

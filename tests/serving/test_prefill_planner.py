@@ -126,22 +126,22 @@ def test_alternation_heeds_the_stated_priority():
 
 
 def test_a_shape_that_is_missing_is_asked_for_while_another_serves():
-    subject, compiled, asked = planner(), {(1, 512)}, []
+    subject, compiled, requested = planner(), {(1, 512)}, []
 
     def require(key: tuple) -> bool:
         shape = (key[1], key[2] - 1)
         if shape not in compiled:
-            asked.append(shape)
+            requested.append(shape)
         return shape in compiled
 
     subject.programs.require = require
     subject.programs.available = lambda key: (key[1], key[2] - 1) in compiled
     prompts = lambda number: [prompt(5, scored=False) for _ in range(number)]
-    assert subject.chunk(prompts(30), None)[0].tokens.shape == (1, 513) and asked == [(16, 16)]
+    assert subject.chunk(prompts(30), None)[0].tokens.shape == (1, 513) and requested == [(16, 16)]
     compiled.add((16, 16))
     chunk, scheduled, _ = subject.chunk(prompts(30), None)
-    assert chunk.tokens.shape == (16, 17) and len(scheduled) == 16 and asked == [(16, 16)]
-    assert subject.chunk(prompts(1), None)[0].tokens.shape == (16, 17) and asked[1:] == [(1, 16)]
+    assert chunk.tokens.shape == (16, 17) and len(scheduled) == 16 and requested == [(16, 16)]
+    assert subject.chunk(prompts(1), None)[0].tokens.shape == (16, 17) and requested[1:] == [(1, 16)]
 
 
 def test_costs_follow_the_operations():

@@ -20,7 +20,6 @@ import pytest
 from entropic_jax.serving.http import process
 from entropic_jax.serving.http.process import LAST_RESORT, Server, bind, last_seconds
 from entropic_jax.serving.http.settings import Settings
-from tests.clocks import replace_clock
 from tests.shallow_model import shallow_model
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,9 +145,9 @@ def test_the_last_resort_ends_a_process_that_hangs(tmp_path):
 
 
 def test_the_stages_of_a_shutdown_leave_seconds_for_the_end_of_the_process(monkeypatch):
-    replace_clock(monkeypatch, process, "monotonic", lambda: 101.0)  # a second after the signal
     slept, ended = [], []
-    monkeypatch.setattr(process.time, "sleep", slept.append)
+    clock = SimpleNamespace(monotonic=lambda: 101.0, sleep=slept.append)  # a second after the signal
+    monkeypatch.setattr(process, "time", clock)
     monkeypatch.setattr(process, "leave", ended.append)
     server = object.__new__(Server)
     server.frontend = SimpleNamespace(settings=Settings(drain=30))
@@ -157,7 +156,7 @@ def test_the_stages_of_a_shutdown_leave_seconds_for_the_end_of_the_process(monke
     server.signalled.set()
     server.end_in_time()
     assert ended == [0] and 3.0 <= 29 - slept[0] < last_seconds(30)
-    replace_clock(monkeypatch, process, "monotonic", lambda: 125.5)
+    clock.monotonic = lambda: 125.5
     left = 4.5 - server.seconds_for_engine()
     assert 29 - slept[0] < left < last_seconds(30)  # the engine is given up before the last resort
 
