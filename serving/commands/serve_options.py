@@ -9,7 +9,7 @@ from typing import Any, get_args
 from entropic_jax.parameter_tables.table import Number, short
 
 from ..http.rate_limit import RateLimit
-from ..http.settings import Limits, OnEngineFailure, Settings
+from ..http.settings import MOST_TEXTS, Limits, OnEngineFailure, Settings
 from ..options import control_options, kv_cache, lora, parallelism, processes, speculation_options
 from ..options.lora import LONGEST_NAME
 from ..options.model import EMBEDDED
@@ -297,6 +297,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         help="after which a request is ended, 0 for never (default: 600)",
     )
+    most_texts = number(Number(int, 1, MOST_TEXTS))
     for name, text in (
         ("body", "bytes of a body"),
         ("sequences", "texts of a request, over all its prompts"),
@@ -311,7 +312,7 @@ def _limits(group: argparse._ArgumentGroup) -> None:
         value = getattr(default, name)
         group.add_argument(
             f"--max-{name.replace('_', '-')}",
-            type=num_bytes if "bytes" in text else positive,
+            type=num_bytes if "bytes" in text else most_texts if name == "sequences" else positive,
             default=value,
             metavar="INT",
             help=f"{text} (default: {value})",

@@ -5,6 +5,7 @@ from typing import Literal, NamedTuple
 from ..options.control_options import Control
 from .rate_limit import RateLimit
 
+MOST_TEXTS = 65536  # the largest limit on the texts of a request
 OnEngineFailure = Literal["exit", "restart", "stay"]
 
 

@@ -4,6 +4,17 @@ import json
 
 import httpx2
 import pytest
+from pydantic import TypeAdapter, ValidationError
+
+from entropic_jax.serving.http.protocol import fields
+from entropic_jax.serving.http.protocol.chat import ChatBody
+from entropic_jax.serving.http.protocol.completion import CompletionBody
+from entropic_jax.serving.http.protocol.embeddings import EmbeddingsBody, RerankBody
+from entropic_jax.serving.http.protocol.messages import MessagesBody
+from entropic_jax.serving.http.protocol.responses import ResponsesBody
+from entropic_jax.serving.http.protocol.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
+from entropic_jax.serving.http.routes.errors import in_json
+from entropic_jax.serving.http.routes.unknown_fields import misspelled
 
 from .live import refused
 
@@ -237,6 +248,99 @@ def test_what_is_not_a_body_is_refused(live, content, said):
     headers = {"Content-Type": "application/json"}
     error = refused(httpx2.post(live.url + PATH, content=content, headers=headers), 400)
     assert said in error["message"]
+
+
+CONVERSATION = [{"role": "user", "content": "x"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "value"),
+    [
+        (CompletionBody, {"prompt": [1, "a"] * 500}),
+        (CompletionBody, {"prompt": [[1, "a"]] * 500}),
+        (CompletionBody, {"prompt": ["a"] * 70_000}),
+        (CompletionBody, {"prompt": "a", "stop": [1] * 500}),
+        (CompletionBody, {"prompt": "a", "allowed_token_ids": [-1] * 500}),
+        (CompletionBody, {"prompt": "a", "logit_bias": {str(n): "x" for n in range(500)}}),
+        (CompletionBody, {"prompt": "a", "entropic": {f"a{n}": 1 for n in range(500)}}),
+        (CompletionBody, {"prompt": "a", "structured_outputs": {"choice": [""] * 500}}),
+        (EmbeddingsBody, {"input": [[1]] * 70_000}),
+        (EmbeddingsBody, {"input": [[]] * 500}),
+        (RerankBody, {"query": "a", "documents": [1] * 500}),
+        (DetokenizeBody, {"tokens": [-1] * 500}),
+        (ChatBody, {"messages": [{"role": 5, "content": [{"type": "x"}] * 50}] * 500}),
+        (ChatBody, {"messages": CONVERSATION, "tools": [{"type": "function"}] * 500}),
+        (ChatBody, {"messages": CONVERSATION, "documents": [1] * 500}),
+        (TokenizeBody | TokenizeChatBody, {"messages": [{}] * 500}),
+        (MessagesBody, {"max_tokens": 1, "messages": [{"role": "user", "content": [{}] * 50}] * 500}),
+        (MessagesBody, {"max_tokens": 1, "messages": CONVERSATION, "stop_sequences": [1] * 500}),
+        (ResponsesBody, {"input": [{"role": "user", "content": [{}] * 50}] * 500}),
+        (ResponsesBody, {"input": "a", "metadata": {str(n): 1 for n in range(500)}}),
+        (ResponsesBody, {"input": "a", "include": [1] * 500}),
+    ],
+)
+def test_a_body_of_many_errors_has_a_handful_reported(body, value):
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(body).validate_python(value)
+    assert caught.value.error_count() <= 8
+
+
+def test_token_ids_are_checked_without_a_call_for_each(monkeypatch):
+    calls = []
+    monkeypatch.setattr(fields, "_integral", lambda value: calls.append(value) or int(value))
+    assert DetokenizeBody.model_validate({"tokens": [1] * 1000}).tokens == [1] * 1000
+    assert not calls
+    tokens = DetokenizeBody.model_validate({"tokens": [1.0, 2]}).tokens
+    assert tokens == [1, 2] and {type(token) for token in tokens} == {int}
+
+
+def test_the_value_in_a_message_is_written_as_far_as_it_is_shown():
+    class Counted(list):
+        items = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                self.items += 1
+                yield item
+
+    value = Counted([1] * 10_000)
+    assert in_json(value) == json.dumps([1] * 99)[:57] + "..." and value.items < 100
+
+
+def test_unknown_names_are_looked_at_as_far_as_they_are_reported():
+    names = iter(["temprature", *(f"user_{n}" for n in range(1000))])
+    assert misspelled(names, ["temperature"]) == [("temprature", "temperature")]
+    assert sum(1 for _ in names) > 900
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (PATH, {"prompt": [[1]] * 70_000}, "prompt"),
+        ("/v1/embeddings", {"input": [[1]] * 70_000}, "input"),
+        ("/rerank", {"query": "a", "documents": ["a"] * 70_000}, "documents"),
+        ("/v1/chat/completions", {"messages": CONVERSATION * 5000}, "messages"),
+        ("/v1/responses", {"input": CONVERSATION * 5000}, "input"),
+    ],
+)
+def test_a_list_that_is_too_long_is_called_that(live, path, body, param):
+    error = refused(httpx2.post(live.url + path, json=body, timeout=60), 400)
+    assert error["message"].startswith(f"{param} must have at most ") and error["param"] == param
+
+
+def test_the_parts_of_a_conversation_are_bounded(live):
+    parts = [{"type": "text", "text": "x"}] * 9000
+    results = [{"type": "tool_result", "tool_use_id": "a", "content": parts}] * 2
+    calls = [{"function": {"name": "f"}}] * 20_000
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": parts}] * 2}),
+        ("/v1/chat/completions", {"messages": [{"role": "assistant", "tool_calls": calls}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": results}]}),
+    ):
+        answer = httpx2.post(live.url + path, json=body, timeout=60)
+        message = answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert message.startswith("messages must have at most 16384 parts and calls in all its messages; got")
 
 
 def test_unknown_fields_are_left_alone(live):

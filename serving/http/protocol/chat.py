@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ...request.chat_template import template_message
 from .entropic import EntropicResult
-from .fields import Answer, Body, Count, Usage, conflict
+from .fields import Answer, Body, Count, FewParts, Items, Usage, conflict
 from .foreign_fields import OF_CHAT, refusing
 from .sampling import Alternatives, SamplingBody
 from .tools import StatedCall, ToolCall, ToolChoice, Tools, check_choice
@@ -25,21 +25,22 @@ class Message(Body):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[StatedCall] | None = None
+    content: str | Items[TextPart] | None = None
+    tool_calls: Items[StatedCall] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """The message with its content as one text. Raises RequestError for calls without an object."""
         return template_message({"content": None, **self.model_dump(exclude_none=True)}, "messages")
 
 
-Documents = Annotated[list[dict[str, Any]], Field(max_length=1024)]
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096), FewParts]
+Documents = Annotated[Items[dict[str, Any]], Field(max_length=1024)]
 
 
 class ChatBody(SamplingBody):
     """A request to continue a conversation."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
     max_completion_tokens: Count | None = Field(None, description="takes the place of max_tokens")
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None

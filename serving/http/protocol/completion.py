@@ -4,14 +4,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..settings import MOST_TEXTS
 from .entropic import EntropicResult
-from .fields import Answer, Choices, TokenId, Usage
+from .fields import Answer, Choices, Items, Usage, token_ids
 from .foreign_fields import OF_COMPLETIONS, refusing
 from .sampling import Alternatives, SamplingBody
 
-Tokens = Annotated[list[TokenId], Field(min_length=1)]
-Texts = Annotated[list[str], Field(min_length=1)]
-TokenLists = Annotated[list[Tokens], Field(min_length=1)]
+Tokens = token_ids(least=1)
+Texts = Annotated[Items[str], Field(min_length=1, max_length=MOST_TEXTS)]
+TokenLists = Annotated[Items[Tokens], Field(min_length=1, max_length=MOST_TEXTS)]
 
 
 class CompletionBody(SamplingBody):

@@ -5,8 +5,9 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from ...engine.interface import Pooling
+from ..settings import MOST_TEXTS
 from .completion import Texts, TokenLists, Tokens
-from .fields import Answer, Body, IntegralFloat, Positive, conflict, unicode
+from .fields import Answer, Body, IntegralFloat, Items, Positive, conflict, unicode
 
 Scoring = Literal["logprob", "embedding"]
 
@@ -90,7 +91,7 @@ class RerankBody(ScoringBody):
     """A request to order documents by their relevance for a query."""
 
     query: str
-    documents: Annotated[list[str | Document], Field(min_length=1)]
+    documents: Annotated[Items[str | Document], Field(min_length=1, max_length=MOST_TEXTS)]
     top_n: Annotated[int, Field(ge=0), IntegralFloat] | None = Field(
         None, description="return only the best; 0 is all"
     )

@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from entropic_jax.parameter_tables.control_gains import GAINS, MACRO, PRESET_TABLE
 from entropic_jax.parameter_tables.speculation_names import DRAFTERS
@@ -48,6 +48,14 @@ class Entropic(GainFields):
     model_config: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     trace: bool | None = Field(False, description=TRACE.help)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_unknown(cls, fields: Any) -> Any:
+        """The object with no more than one unknown field, since an error for each might be millions."""
+        unknown = [name for name in fields if name not in FIELDS] if isinstance(fields, dict) else []
+        known = FIELDS.keys() | unknown[:1]
+        return {name: value for name, value in fields.items() if name in known} if unknown else fields
 
     def control(self, default: Control, temperature: float) -> Control:
         """The server's control with what this request changes.

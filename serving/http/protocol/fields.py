@@ -1,12 +1,19 @@
 """Building blocks of request and response bodies: strict types with the ranges that /openapi.json states."""
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import pydantic_core
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+)
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from entropic_jax.parameter_tables.table import (
     LARGEST_INT,
@@ -20,6 +27,8 @@ from entropic_jax.parameter_tables.table import (
     short,
 )
 
+ENCODER = json.JSONEncoder(ensure_ascii=False)
+
 
 def _integral(value: Any) -> Any:
     """A float without a fraction as an int: JSON Schema, and some clients, make no difference."""
@@ -27,7 +36,62 @@ def _integral(value: Any) -> Any:
 
 
 IntegralFloat = BeforeValidator(_integral)  # must be the last annotation, or the schema lacks the range
-TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT), IntegralFloat]
+TokenId = Annotated[int, Field(ge=0, le=LARGEST_INT)]
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list of a body, of which the first wrong item is reported: an error for each might be millions."""
+
+
+def token_ids(least: int | None = None, most: int | None = None) -> Any:
+    """The type of a list of token ids, which a body may have millions of.
+
+    Args:
+        least: the smallest length of a list, if there is one.
+        most: the largest length of a list, if there is one.
+    """
+
+    def integral(value: Any) -> Any:
+        """Like `_integral`, which would be a call for every item, also where none is a float."""
+        if isinstance(value, list) and float in set(map(type, value)):
+            return [_integral(item) for item in value]
+        return value
+
+    length = Field(min_length=least, max_length=most)
+    return Annotated[Items[TokenId], length, BeforeValidator(integral)]
+
+
+MOST_PARTS = 16384
+
+
+def _few_parts(messages: Any) -> Any:
+    """The messages as they are. Raises ValueError where the lists in them have too many objects.
+
+    Each becomes an object of Python, which takes much longer than to read it, and other requests wait.
+    """
+    count, level = 0, messages if isinstance(messages, list) else []
+    while level:
+        values = itertools.chain.from_iterable(item.values() for item in level if isinstance(item, dict))
+        lists = [value for value in values if isinstance(value, list)]
+        level = [item for item in itertools.chain.from_iterable(lists) if isinstance(item, dict)]
+        count += len(level)
+        if count > MOST_PARTS:
+            raise ValueError(f"must have at most {MOST_PARTS} parts and calls in all its messages")
+    return messages
+
+
+FewParts = BeforeValidator(_few_parts)  # like `IntegralFloat`, the last annotation
+
+
+def at_most(most: int) -> BeforeValidator:
+    """A check of an object's length before that of its items. Like `IntegralFloat`, the last annotation."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            context = {"field_type": "Dictionary", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", context)
+        return value
+
+    return BeforeValidator(check)
 
 
 def annotation(accepts: Any) -> Any:
@@ -45,14 +109,14 @@ def annotation(accepts: Any) -> Any:
         return literal[accepts.names]
     if isinstance(accepts, Strings):
         text = Annotated[str, Field(min_length=1, max_length=accepts.length)]
-        return text | Annotated[list[text], Field(max_length=accepts.most)]
+        return text | Annotated[Items[text], Field(max_length=accepts.most)]
     if isinstance(accepts, TokenIds):
         least = 1 if accepts.optional else None  # without a bound, the schema states none
-        return Annotated[list[TokenId], Field(min_length=least, max_length=accepts.most)]
+        return token_ids(least, accepts.most)
     assert isinstance(accepts, TokenBiases)
     bias = Annotated[float, Field(ge=accepts.low, le=accepts.high)]
     token = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
-    return Annotated[dict[token, bias], Field(max_length=accepts.most)]
+    return Annotated[dict[token, bias], Field(max_length=accepts.most), at_most(accepts.most)]
 
 
 COUNT = Number(int, 0, LARGEST_INT)
@@ -108,11 +172,15 @@ def in_json(value: Any) -> str:
     >>> in_json([True, None, "é"])
     '[true, null, "é"]'
     """
+    text = ""
     try:
-        text = json.dumps(value, ensure_ascii=False)
+        for piece in ENCODER.iterencode(value):  # lazily: a body may be millions of values
+            text += piece
+            if len(text) > 60:
+                return f"{text[:57]}..."
     except (TypeError, ValueError, RecursionError):  # no JSON, as a number of some thousand digits
         return short(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text
 
 
 def conflict(param: str, message: str) -> PydanticCustomError:

@@ -5,11 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from ..batch_lines import Endpoint
-from .fields import Answer, Body, unicode
+from .fields import Answer, Body, at_most, unicode
 
 SHORTEST, LONGEST = 3600, 30 * 86400  # seconds that a file may be stated to live
 Metadata = Annotated[
-    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=16),
+    at_most(16),
 ]
 
 

@@ -6,7 +6,19 @@ from pydantic import Field, model_validator
 
 from .chat import ChatBody
 from .entropic import Entropic, EntropicResult
-from .fields import Answer, Body, Count, Positive, Priority, Seconds, conflict, optional_fields, unicode
+from .fields import (
+    Answer,
+    Body,
+    Count,
+    FewParts,
+    Items,
+    Positive,
+    Priority,
+    Seconds,
+    conflict,
+    optional_fields,
+    unicode,
+)
 from .foreign_fields import OF_MESSAGES, refusing
 from .sampling import FIELDS
 from .tools import MOST_TOOLS, Name
@@ -58,7 +70,7 @@ class ToolResultBlock(Body):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | list[TextBlock] | None = None
+    content: str | Items[TextBlock] | None = None
     is_error: bool | None = Field(None, description="the model reads `Error: ` before the content")
 
 
@@ -72,7 +84,7 @@ class UserMessage(Body):
     """A user's message, with the results of tool calls."""
 
     role: Literal["user"]
-    content: str | list[UserBlock]
+    content: str | Items[UserBlock]
 
     def for_chat(self) -> list[dict[str, Any]]:
         """The messages of the roles user and tool, in order."""
@@ -95,7 +107,7 @@ class AssistantMessage(Body):
     """An answer of the model, with its tool calls."""
 
     role: Literal["assistant"]
-    content: str | list[AssistantBlock]
+    content: str | Items[AssistantBlock]
 
     @property
     def calls(self) -> list[ToolUseBlock]:
@@ -190,18 +202,19 @@ class CountTokensBody(SamplingFields):
 
     model: str | None = Field(None, description="a model that /v1/models lists")
     messages: Annotated[
-        list[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]],
+        Items[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]],
         Field(min_length=1, max_length=4096),
+        FewParts,
     ]
-    system: str | list[TextBlock] | None = None
-    tools: Annotated[list[MessagesTool], Field(max_length=MOST_TOOLS)] | None = None
+    system: str | Annotated[Items[TextBlock], Field(max_length=4096)] | None = None
+    tools: Annotated[Items[MessagesTool], Field(max_length=MOST_TOOLS)] | None = None
     tool_choice: MessagesToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    stop_sequences: list[Annotated[str, Field(min_length=1, max_length=1024)]] | None = None
+    stop_sequences: Items[Annotated[str, Field(min_length=1, max_length=1024)]] | None = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the template")
     container: None = Field(None, description="the server has no containers")
-    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = Field(
+    mcp_servers: Annotated[Items[Any], Field(max_length=0)] | None = Field(
         None, description="the server calls no tools by itself"
     )
     priority: Priority | None = None

@@ -7,7 +7,18 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from .chat import ChatBody
 from .entropic import Entropic, EntropicResult
-from .fields import Answer, Body, Positive, Priority, Seconds, optional_fields, unicode
+from .fields import (
+    Answer,
+    Body,
+    FewParts,
+    Items,
+    Positive,
+    Priority,
+    Seconds,
+    at_most,
+    optional_fields,
+    unicode,
+)
 from .foreign_fields import OF_RESPONSES, refusing
 from .sampling import FIELDS, No, ObjectFormat, TextFormat
 from .tools import MOST_TOOLS, Name
@@ -47,7 +58,7 @@ class MessageItem(Body):
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[Content]
+    content: str | Items[Content]
 
 
 class FunctionCallItem(Body):
@@ -64,7 +75,7 @@ class FunctionCallOutputItem(Body):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: str | list[Content]
+    output: str | Items[Content]
 
 
 class ThoughtContent(Body):
@@ -78,7 +89,7 @@ class ReasoningItem(Body):
     """A thought of the model, for templates that show earlier thoughts."""
 
     type: Literal["reasoning"]
-    content: list[ThoughtContent] | None = None
+    content: Items[ThoughtContent] | None = None
 
 
 def _typed(item: Any) -> Any:
@@ -224,19 +235,19 @@ class ResponsesBody(SamplingFields):
     """A request for a response."""
 
     model: str | None = Field(None, description="a model that /v1/models lists")
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[Items[Item], Field(min_length=1, max_length=4096), FewParts]
     instructions: str | None = Field(None, description="system message of this response alone")
     previous_response_id: str | None = Field(None, description="a stored response that this one follows")
     store: bool | None = Field(None, description="keep the response for a while; true unless stated")
     max_output_tokens: Positive | None = Field(None, description="most tokens to generate")
-    tools: Annotated[list[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: ResponsesToolChoice | None = None
+    tools: Annotated[Items[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[str, str], Field(max_length=16), at_most(16)] | None = None
     stream: bool | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = Field(
+    include: Items[Literal["reasoning.encrypted_content"]] | None = Field(
         None, description="ignored: thoughts are returned as plain text"
     )
     truncation: Literal["disabled"] | None = None

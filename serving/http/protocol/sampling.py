@@ -13,6 +13,7 @@ from .entropic import Entropic
 from .fields import (
     Body,
     Count,
+    Items,
     Positive,
     Priority,
     Seconds,
@@ -75,7 +76,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="a JSON schema")
     regex: Annotated[str, Field(min_length=1)] | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: Annotated[Items[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
     grammar: Annotated[str, Field(min_length=1)] | None = Field(
         None, description="a grammar in Lark's or GBNF's form"
     )

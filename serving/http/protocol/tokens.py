@@ -1,11 +1,11 @@
 """`/tokenize`, `/detokenize`, `/tokenizer_info`: text to tokens and back, as vLLM names them."""
 
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from .chat import Documents, Message
-from .fields import Answer, Body, TokenId, conflict, unicode
+from .chat import Documents, Messages
+from .fields import Answer, Body, conflict, token_ids, unicode
 from .tools import Tools
 
 
@@ -35,7 +35,7 @@ class TokenizeChatBody(Body):
     _either = model_validator(mode="before")(either)
 
     model: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Messages
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -59,7 +59,7 @@ class DetokenizeBody(Body):
     """Tokens to turn into text."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: token_ids()  # type: ignore[invalid-type-form]
 
 
 class Detokenized(Answer):

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-from .fields import Answer, Body, conflict
+from .fields import Answer, Body, Items, conflict
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.:-]{1,128}$")]
 MOST_TOOLS = 256
@@ -48,7 +48,7 @@ class AllowedTools(Body):
     """Some of the tools, and whether one of them must be called."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
+    tools: Annotated[Items[NamedTool], Field(min_length=1, max_length=MOST_TOOLS)]
 
 
 class AllowedChoice(Body):
@@ -58,7 +58,7 @@ class AllowedChoice(Body):
     allowed_tools: AllowedTools
 
 
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+Tools = Annotated[Items[Tool], Field(max_length=MOST_TOOLS)]
 
 
 def shown_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:

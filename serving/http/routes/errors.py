@@ -228,9 +228,11 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
         if first["type"] in ("value_error", "conflict"):
             return first["msg"].removeprefix("Value error, "), context.get("param")
         return "the body must be a JSON object, sent as application/json", None
+    same = [e for e in errors if _location(e)[:1] == path[:1]]
+    same = [e for e in same if e["type"] == "too_long"] or same  # of a union, the only member that is meant
     nested = path[0] in LISTS or first["type"] in UNION_ERRORS
     if nested and isinstance(error, RequestValidationError) and isinstance(error.body, Mapping):
-        return _in_list(error.body, [e for e in errors if _location(e)[:1] == path[:1]])
+        return _in_list(error.body, same)
     accepts = _accepted(path)
     if isinstance(accepts, Number) and first["type"].startswith("bool_"):
         accepts = None  # `logprobs`, a number elsewhere, is a flag in this body
@@ -240,7 +242,6 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
     name = ".".join(path[: 1 + (path[0] in NESTED)])
     if path[0] == "structured_outputs" and isinstance(sent, Mapping) and path[0] not in sent:
         name = f"guided_{path[1]}"  # vLLM's older name, under which it was sent
-    same = [e for e in errors if _location(e)[:1] == path[:1]]
     if all(e["type"] == "missing" for e in same):
         missing = ".".join(_place(sent, first) or path)
         return f"{missing} is missing", missing
@@ -249,7 +250,7 @@ def in_words(error: RequestValidationError | ValidationError) -> tuple[str, str 
         inputs = [sent[path[0]]]  # a key of a mapping may be at fault
     accepted = _in_pydantic_words(same) if accepts is None else f"be {accepts}"
     accepted = accepted.removesuffix(OR_INFINITY)  # which JSON cannot state
-    if name == "prompt" and len(same) > 1 and not any(e["type"] == "too_long" for e in same):
+    if name == "prompt" and len(same) > 1 and same[0]["type"] != "too_long":
         accepted = PROMPT
     return f"{name} must {accepted}; got {in_json(inputs[0])}", name
 
@@ -266,7 +267,7 @@ def _of_entropic(name: str, accepts: Accepted | None, error: Mapping[str, Any]) 
     """The message for a field of the object `entropic`."""
     if accepts is not None:
         return f"entropic.{name} must be {accepts}; got {in_json(error['input'])}"
-    close = difflib.get_close_matches(name, entropic.FIELDS, 1)
+    close = difflib.get_close_matches(name[:200], entropic.FIELDS, 1)
     hint = f"did you mean {close[0]}?" if close else f"its fields are {', '.join(entropic.FIELDS)}"
     return f"entropic has no field {name[:200]}; {hint}"
 

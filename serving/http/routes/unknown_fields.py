@@ -1,6 +1,7 @@
 """Warnings about fields of a request that are ignored, look like known ones, or belong into `entropic`."""
 
 import difflib
+import itertools
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,11 +28,11 @@ def misspelled(names: Iterable[str], known: Iterable[str]) -> list[tuple[str, st
     >>> misspelled(["preset"], ["entropic", "stop"])
     [('preset', 'entropic.preset')]
     """
-    known = list(known)
     spellings = {name: name for name in known}
+    unknown = (name for name in names if name not in spellings and len(name) <= LENGTH)
+    unknown = list(itertools.islice(unknown, MOST))
     if "entropic" in spellings:
         spellings = {name: f"entropic.{name}" for name in FIELDS} | spellings
-    unknown = [name for name in names if name not in known and len(name) <= LENGTH][:MOST]
     close = ((name, difflib.get_close_matches(name, spellings, 1, SIMILARITY)) for name in unknown)
     return [(name, spellings[matches[0]]) for name, matches in close if matches]
 
