@@ -142,6 +142,8 @@ class Frontend:
                 output_stream.cancel()
             if isinstance(error, QueueFullError):
                 raise self._too_many(error) from None
+            if isinstance(error, ParameterError) and error.param == "model":  # unloaded since it was checked
+                raise FrontendError(404, str(error), "model") from None
             if isinstance(error, RuntimeError):  # the engine has stopped
                 raise FrontendError(
                     503, f"the engine cannot take requests: {error}", retry_after=RETRY

@@ -6,8 +6,11 @@ local: public name servers resolve none of them.
 """
 
 import ipaddress
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
+
+HOST = re.compile(r"(\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[\w.-]+))(:[0-9]*)?")
 
 
 class HostNames(NamedTuple):
@@ -25,12 +28,15 @@ class HostNames(NamedTuple):
         >>> hosts = HostNames(True, ("example.org",))
         >>> [hosts.accept(host) for host in ("localhost:8000", "127.0.0.9", "[::1]:80", "Example.org", "")]
         [True, True, True, True, True]
-        >>> hosts.accept("evil.com"), hosts.accept("127.0.0.1.evil.com")
-        (False, False)
+        >>> [hosts.accept(host) for host in ("evil.com", "127.0.0.1.evil.com", "[::1].evil.com", ":evil.com")]
+        [False, False, False, False]
         """
-        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        name = name.lower().rstrip(".")
-        return not host or name in self.names or (self.loopback and is_local(name))
+        if not host:
+            return True
+        if (parts := HOST.fullmatch(host)) is None:
+            return False
+        name = (parts["address"] or parts["name"]).lower().rstrip(".")
+        return name in self.names or (self.loopback and is_local(name))
 
 
 def accepted_hosts(listens_on: str, allowed: Sequence[str]) -> HostNames | None:

@@ -1,7 +1,9 @@
 """Server process: its listening socket, signals and shutdown."""
 
+import asyncio
 import contextlib
 import errno
+import functools
 import gc
 import logging
 import os
@@ -19,7 +21,7 @@ from typing import Any
 import uvicorn
 
 from ..request import RequestError
-from .connection import limited
+from .connection import HEAD_BYTES, limited
 from .frontend import Frontend
 from .routes.app import create
 from .settings import Settings
@@ -58,6 +60,7 @@ class Server(uvicorn.Server):
                 ws="none",
                 timeout_keep_alive=KEEP_ALIVE,
                 http=limited(settings.limits.connections, settings.limits.head),
+                h11_max_incomplete_event_size=HEAD_BYTES,
             )
         )
         last_bytes: Any = LAST_BYTES * last_seconds(settings.drain)  # uvicorn waits for fractions, too
@@ -84,12 +87,24 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Begin to accept requests, and log the address."""
-        await super().startup(sockets)
+        await self._listen(sockets)
         if self.batches is not None:
             self.batches.start()
         for listener in sockets or ():
             address = address_of(listener, "https" if self.config.is_ssl else "http")
             logger.info("listening", extra={"address": address, "model": self.frontend.model.names[0]})
+
+    async def _listen(self, sockets: list[socket.socket] | None) -> None:
+        """Uvicorn's start, with a limit on the time of a TLS handshake; asyncio's own is a minute."""
+        if not self.config.is_ssl:
+            return await super().startup(sockets)
+        loop: Any = asyncio.get_running_loop()
+        seconds = self.frontend.settings.limits.head
+        loop.create_server = functools.partial(loop.create_server, ssl_handshake_timeout=seconds)
+        try:
+            await super().startup(sockets)
+        finally:
+            del loop.create_server
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """End what runs; batches go on in a later process."""

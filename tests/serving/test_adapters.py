@@ -114,6 +114,17 @@ def test_names_and_paths_are_checked(live, folder, fields, param):
     assert live.engine.adapters == {}
 
 
+def test_an_adapter_that_is_unloaded_before_the_request_is_submitted_is_not_found(live, folder, monkeypatch):
+    post(live, "/v1/load_lora_adapter", lora_name="sql", lora_path="a")
+
+    def submit(engine_request):
+        raise RequestError(f"model must name a loaded adapter; got {engine_request.adapter!r}", "model")
+
+    monkeypatch.setattr(live.engine, "submit", submit)
+    error = refused(post(live, "/v1/completions", model="sql", prompt="x"), 404)
+    assert error["message"] == "model must name a loaded adapter; got 'sql'" and error["param"] == "model"
+
+
 def test_a_link_inside_the_folder_is_followed(folder, tmp_path):
     os.symlink(folder / "a", folder / "alias")
     assert lora.inside("alias", folder) == lora.inside(str(folder / "a"), folder) == folder.resolve() / "a"

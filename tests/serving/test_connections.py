@@ -69,6 +69,25 @@ def test_a_foreign_host_is_refused_on_a_loopback_address(live, host):
 
 
 @pytest.mark.parametrize(
+    "host",
+    [
+        "[::1].evil.com",
+        "[]evil.com",
+        "[]",
+        "[::1",
+        "localhost:80@evil.com",
+        "localhost:evil.com",
+        ":evil.com",
+        ":80",
+        "localhost,evil",
+    ],
+)
+def test_a_malformed_host_is_refused(host):
+    hosts = accepted_hosts("127.0.0.1", ("a.example",))
+    assert hosts is not None and not hosts.accept(host)
+
+
+@pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "[::1]:8000", "model.localhost"]
 )
 def test_names_of_this_machine_are_accepted(live, host):
@@ -120,6 +139,44 @@ def test_a_head_that_drips_is_ended(served):
                 if not live.server.server_state.connections:
                     break
         assert number < 30
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HEAD + b"X: " + b"a" * 70_000,
+        HEAD + b"X: a\r\n" * 12_000,
+        HEAD + b"X: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET /" + b"a" * 70_000,
+        CHUNKED + b"2\r\n{}\r\n0\r\n" + b"X: a\r\n" * 24_000,
+        CHUNKED + b"2;a=" + b"a" * 140_000,
+    ],
+    ids=["one", "many", "complete", "path", "trailers", "extension"],
+)
+def test_a_head_that_is_too_large_is_refused(live, text):
+    with opened(live) as connection:
+        with contextlib.suppress(OSError):  # the server closes before it has read everything
+            connection.sendall(text)
+        status, tree = answered(connection)
+    assert status == 431
+    assert tree["error"]["message"] == "the request's headers must have at most 65536 bytes; got more"
+
+
+def test_large_heads_and_bodies_within_their_limits_are_read(live):
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "a" * 300_000}).encode()
+    with httpx2.Client(base_url=live.url) as client:
+        for _ in range(3):
+            headers = {"Content-Type": "application/json", "X": "a" * 60_000}
+            assert client.post("/v1/completions", content=body, headers=headers).status_code == 200
+            chunks = iter([body[:100_000], body[100_000:]])
+            assert client.post("/v1/completions", content=chunks, headers=headers).status_code == 200
+        assert client.get("/nothing", headers=headers).status_code == 404
+        answer = client.post("/nothing", content=body, headers=headers)  # its body is not read
+        assert answer.status_code == 404
 
 
 def test_a_body_that_does_not_arrive_is_ended(live, monkeypatch):
@@ -259,5 +316,11 @@ def test_https(served, tmp_path):
         assert httpx2.get(f"https://127.0.0.1:{live.port}/health", verify=trust).status_code == 200
         with pytest.raises(httpx2.HTTPError):
             httpx2.get(f"{live.url}/health")
+    impatient = Limits(head=0.3)
+    with (
+        server(served, ssl_certfile=certificate, ssl_keyfile=key, limits=impatient) as live,
+        opened(live) as silent,
+    ):
+        assert silent.recv(100) == b""  # no handshake
     with pytest.raises(process.RequestError, match="--ssl-certfile and --ssl-keyfile must be PEM files"):
         process.bind(Settings(ssl_certfile=key))

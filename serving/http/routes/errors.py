@@ -41,6 +41,7 @@ TYPES = {
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
     429: "RateLimitError",
+    431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
