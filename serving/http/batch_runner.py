@@ -239,7 +239,7 @@ class BatchRunner:
         result = {"id": name, "custom_id": custom_id, "response": response, "error": failure}
         text = json.dumps(result).encode() + b"\n"
         sizes = [path.stat().st_size for k in RESULTS if (path := self._results(batch, k)).exists()]
-        self.store.check_room(sum(sizes) + len(text), "results")
+        self.store.set_aside(batch.fields["id"], sum(sizes) + len(text), "results")
         with self._results(batch, kind).open("ab") as out:
             out.write(text)
 
@@ -261,7 +261,10 @@ class BatchRunner:
             batch.fields["errors"] = {"object": "list", "data": errors}
         elif status == "completed":
             batch.enter("finalizing")
-        await asyncio.to_thread(self._store_results, batch)
+        try:
+            await asyncio.to_thread(self._store_results, batch)
+        finally:
+            self.store.give_back(batch.fields["id"])
         batch.enter(status)
         self._save(batch)
         for kind in RESULTS:

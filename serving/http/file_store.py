@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..request import RequestError
+
+OVERHEAD = 4096  # bytes that each file counts for besides its contents, so that their number is bounded, too
 
 
 class StoredFile(NamedTuple):
@@ -30,7 +33,7 @@ class StoreFullError(RequestError):
 class FileStore:
     """Files by id, from the oldest to the newest, in a folder that one server uses at a time.
 
-    A file is complete or not there, whenever the process ends.
+    A file is complete or not there, whenever the process ends. Methods may be called from any thread.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class FileStore:
 
         Args:
             folder: is made if it does not exist.
-            max_bytes: largest size of all files.
+            max_bytes: largest size of all files, with `OVERHEAD` for each.
             seconds: life of a file that states no other.
             clock: returns seconds since 1970.
 
@@ -49,6 +52,8 @@ class FileStore:
         """
         self.folder, self.max_bytes, self.seconds, self.clock = folder, max_bytes, seconds, clock
         self._contents = folder / "files"
+        self._mutex = threading.RLock()  # held for changes of the two below, not while files are written
+        self._set_aside: dict[str, int] = {}  # bytes for what is not stored yet, by key
         try:
             self._contents.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("w")
@@ -59,7 +64,7 @@ class FileStore:
             raise RequestError(
                 f"--files-dir must be a folder that can be written; got {folder} ({error.strerror})"
             ) from None
-        described = [StoredFile(**load_json(file)) for file in self._contents.glob("*.json")]
+        described = [_described(file) for file in self._contents.glob("*.json")]
         self._files = {f.id: f for f in sorted(described, key=lambda file: (file.created_at, file.id))}
         for file in self._contents.iterdir():
             if file.name.removesuffix(".json") not in self._files:
@@ -71,23 +76,39 @@ class FileStore:
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
-        return sum(file.bytes for file in self._files.values())
+        """Bytes of all files and of what is set aside for others, with `OVERHEAD` for each."""
+        with self._mutex:
+            coming = [size for key, size in self._set_aside.items() if key not in self._files]
+            sizes = [*coming, *(file.bytes for file in self._files.values())]
+        return sum(sizes) + OVERHEAD * len(sizes)
 
-    def check_room(self, size: int, name: str = "file") -> None:
-        """Raise StoreFullError unless there is room for another file.
+    def set_aside(self, key: str, size: int, name: str = "file") -> None:
+        """Set room aside, in place of what was set aside for the same key.
 
         Args:
-            size: bytes of the file.
+            key: an id, or another key, which `give_back` is called with in the end.
+            size: bytes of what is to be stored.
             name: what the message calls it.
+
+        Raises:
+            StoreFullError: There is no room; what was set aside before stays so.
         """
         self.drop_expired()
-        if self.size + size > self.max_bytes:
-            left = max(0, self.max_bytes - self.size)
-            raise StoreFullError(
-                f"{name} must fit into the {left} bytes that are left of {self.max_bytes}; got {size}",
-                name,
-            )
+        with self._mutex:
+            before = self._set_aside.pop(key, None)
+            left = max(0, self.max_bytes - self.size - OVERHEAD)
+            if size <= left:
+                self._set_aside[key] = size
+                return
+            if before is not None:
+                self._set_aside[key] = before
+        message = f"{name} must fit into the {left} bytes that are left of {self.max_bytes}; got {size}"
+        raise StoreFullError(message, name)
+
+    def give_back(self, key: str) -> None:
+        """End what `set_aside` has begun."""
+        with self._mutex:
+            self._set_aside.pop(key, None)
 
     def put(
         self,
@@ -109,8 +130,12 @@ class FileStore:
         Raises:
             StoreFullError: There is no room.
         """
-        self.check_room(len(content))
-        return self.keep(owner, content, filename, purpose, seconds, f"file-{uuid.uuid4().hex}")
+        name = f"file-{uuid.uuid4().hex}"
+        self.set_aside(name, len(content))
+        try:
+            return self.keep(owner, content, filename, purpose, seconds, name)
+        finally:
+            self.give_back(name)
 
     def keep(
         self,
@@ -136,7 +161,8 @@ class FileStore:
         file = StoredFile(name, owner, filename, purpose, len(content), current, int(current + life))
         write(self._contents / name, content)
         write(self._contents / f"{name}.json", json.dumps(file._asdict()).encode())
-        self._files[name] = file
+        with self._mutex:
+            self._files[name] = file
         return file
 
     def get(self, owner: str | None, name: str) -> StoredFile | None:
@@ -148,23 +174,33 @@ class FileStore:
     def of_owner(self, owner: str | None) -> list[StoredFile]:
         """The files of an owner, from the oldest to the newest."""
         self.drop_expired()
-        return [file for file in self._files.values() if file.owner == owner]
+        with self._mutex:
+            return [file for file in self._files.values() if file.owner == owner]
 
     def content(self, file: StoredFile) -> bytes:
-        """The bytes of a file."""
+        """The bytes of a file. FileNotFoundError if it has been deleted."""
         return (self._contents / file.id).read_bytes()
 
     def delete(self, name: str) -> None:
-        """Delete a file."""
-        del self._files[name]
+        """Delete a file, if it is there."""
+        with self._mutex:
+            self._files.pop(name, None)
         (self._contents / f"{name}.json").unlink(missing_ok=True)
         (self._contents / name).unlink(missing_ok=True)
 
     def drop_expired(self) -> None:
         """Delete the files whose time is over."""
         current = self.clock()
-        for name in [file.id for file in self._files.values() if file.expires_at <= current]:
+        with self._mutex:
+            expired = [file.id for file in self._files.values() if file.expires_at <= current]
+        for name in expired:
             self.delete(name)
+
+
+def _described(file: Path) -> StoredFile:
+    """What a file of metadata holds; a name that is not Unicode, which was accepted once, is replaced."""
+    stored = StoredFile(**load_json(file))
+    return stored._replace(filename=stored.filename.encode("utf-8", "replace").decode())
 
 
 def _lock(file: Any) -> None:

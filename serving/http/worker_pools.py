@@ -1,4 +1,4 @@
-"""Bounded thread pools for the host's work on requests: short texts, long texts, grammars, embeddings.
+"""Bounded thread pools for the host's work on requests: short and long texts, grammars, embeddings, files.
 
 Each kind has threads of its own, so that a short prompt never waits behind long texts or hard grammars. A
 pool whose queue is full refuses.
@@ -73,6 +73,7 @@ class WorkerPools(NamedTuple):
     long_texts: WorkerPool
     grammars: WorkerPool
     embeddings: WorkerPool
+    files: WorkerPool
 
     def for_text(self, size: int) -> WorkerPool:
         """The pool for the text of a body of that size in bytes."""
@@ -96,4 +97,5 @@ def worker_pools(engines: int = 1) -> WorkerPools:
         long_texts=WorkerPool("long text", threads=1, queue=16, nice=NICE),
         grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
         embeddings=WorkerPool("embedding", threads=2 * engines, queue=64, nice=NICE),
+        files=WorkerPool("file", threads=2, queue=32, nice=NICE),
     )

@@ -10,10 +10,10 @@ from entropic_jax.serving.http.protocol import fields
 from entropic_jax.serving.http.protocol.chat import ChatBody
 from entropic_jax.serving.http.protocol.completion import CompletionBody
 from entropic_jax.serving.http.protocol.embeddings import EmbeddingsBody, RerankBody
+from entropic_jax.serving.http.protocol.fields import in_json
 from entropic_jax.serving.http.protocol.messages import MessagesBody
 from entropic_jax.serving.http.protocol.responses import ResponsesBody
 from entropic_jax.serving.http.protocol.tokens import DetokenizeBody, TokenizeBody, TokenizeChatBody
-from entropic_jax.serving.http.routes.errors import in_json
 from entropic_jax.serving.http.routes.unknown_fields import misspelled
 
 from .live import refused

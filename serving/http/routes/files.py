@@ -1,6 +1,6 @@
 """`/v1/files` and `/v1/batches`, which exist only with `--files-dir`."""
 
-import asyncio
+import re
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
@@ -27,6 +27,7 @@ from ..protocol.files import (
 from . import rendering, unknown_fields
 from .errors import documented
 
+SECONDS = re.compile("[0-9]{1,9}")
 ANCHOR, LIFE = "expires_after[anchor]", "expires_after[seconds]"
 FORM = {
     "requestBody": {
@@ -64,12 +65,14 @@ def _add_files(routes: APIRouter, frontend: Frontend, store: FileStore) -> None:
         summary="Store a file",
         response_model=FileObject,
         openapi_extra=FORM,
-        responses=documented(400, 401, 413, 503),
+        responses=documented(400, 401, 413, 429, 503),
     )
     async def upload(http: Request) -> Any:
         frontend.check_able()
+        form = http.headers.get("content-type", ""), await http.body()
         with refusals():
-            return rendering.answered(_described(await _uploaded(store, http)))
+            file = await frontend.run_in(frontend.pools.files, _uploaded, store, _owner(http), *form)
+        return rendering.answered(_described(file))
 
     @routes.get("/v1/files", summary="Stored files", response_model=FileList, responses=documented(400, 401))
     async def listed(
@@ -97,11 +100,15 @@ def _add_files(routes: APIRouter, frontend: Frontend, store: FileStore) -> None:
         "/v1/files/{file_id}/content",
         summary="The content of a stored file",
         response_class=Response,
-        responses={200: {"content": {"application/octet-stream": {}}}, **documented(401, 404)},
+        responses={200: {"content": {"application/octet-stream": {}}}, **documented(401, 404, 429)},
     )
     async def content(file_id: str, http: Request) -> Response:
         file = _file(store, http, file_id)
-        return Response(await asyncio.to_thread(store.content, file), media_type="application/octet-stream")
+        try:
+            text = await frontend.run_in(frontend.pools.files, store.content, file)
+        except FileNotFoundError:  # deleted since
+            raise _no_file(file_id) from None
+        return Response(text, media_type="application/octet-stream")
 
     @routes.delete(
         "/v1/files/{file_id}",
@@ -175,9 +182,13 @@ def _owner(http: Request) -> str | None:
 def _file(store: FileStore, http: Request, name: str, param: str = "file_id") -> StoredFile:
     """The file that `param` of a request names; FrontendError if its owner has none of that id."""
     if (file := store.get(_owner(http), name)) is None:
-        message = f"{param} must be the id of a stored file that has not expired; got {name[:200]!r}"
-        raise FrontendError(404, message, param)
+        raise _no_file(name, param)
     return file
+
+
+def _no_file(name: str, param: str = "file_id") -> FrontendError:
+    message = f"{param} must be the id of a stored file that has not expired; got {name[:200]!r}"
+    return FrontendError(404, message, param)
 
 
 def _batch(batches: BatchRunner, http: Request, name: str) -> Batch:
@@ -192,9 +203,19 @@ def _described(file: StoredFile) -> dict[str, Any]:
     return {"object": "file", "status": "processed", **shown}
 
 
-async def _uploaded(store: FileStore, http: Request) -> StoredFile:
-    """The file of a form, stored. RequestError for a form that is not accepted."""
-    form = {part.name: part for part in parts(http.headers.get("content-type", ""), await http.body())}
+def _uploaded(store: FileStore, owner: str | None, content_type: str, body: bytes) -> StoredFile:
+    """The file of a form, stored. RequestError for a form that is not accepted.
+
+    Args:
+        store: keeps the file.
+        owner: the digest of an API key.
+        content_type: the header Content-Type of the form.
+        body: the form itself.
+
+    Raises:
+        FrontendError: There is no room (413).
+    """
+    form = {part.name: part for part in parts(content_type, body)}
     fields = {name: part.content.decode("utf-8", "replace") for name, part in form.items() if name != "file"}
     if fields.get("purpose") != "batch":
         raise RequestError(f"purpose must be batch; got {short(fields.get('purpose'))}", "purpose")
@@ -203,13 +224,13 @@ async def _uploaded(store: FileStore, http: Request) -> StoredFile:
     anchor, seconds = fields.get(ANCHOR), fields.get(LIFE)
     if (anchor is not None or seconds is not None) and anchor != "created_at":
         raise RequestError(f"{ANCHOR} must be created_at; got {short(anchor)}", ANCHOR)
-    if seconds is not None and not (seconds.isdecimal() and SHORTEST <= int(seconds) <= LONGEST):
+    if seconds is not None and not (SECONDS.fullmatch(seconds) and SHORTEST <= int(seconds) <= LONGEST):
         message = f"{LIFE} must be an integer between {SHORTEST} and {LONGEST}; got {short(seconds)}"
         raise RequestError(message, LIFE)
     part = form["file"]
     life = None if seconds is None else float(seconds)
     name = (part.filename or "file")[:255]
     try:
-        return await asyncio.to_thread(store.put, _owner(http), part.content, name, "batch", life)
+        return store.put(owner, part.content, name, "batch", life)
     except StoreFullError as error:
         raise FrontendError(413, str(error), error.param) from None
