@@ -19,7 +19,7 @@ from .protocol import entropic
 from .served_model import ServedModel
 from .settings import Settings
 from .tools.calling import ToolCalling
-from .worker_pools import WorkerPool, worker_pools
+from .worker_pools import AbandonedError, WorkerPool, worker_pools
 
 RETRY = 5.0  # seconds of Retry-After while the server shuts down
 T = TypeVar("T")
@@ -76,13 +76,21 @@ class Frontend:
         self.pools = worker_pools(engine.ranks)
         self.started = int(time.time())
         self.draining = False
+        self.abandoned = (
+            False  # while it drains: whether nothing more is begun, not even for what was accepted
+        )
         self.output_streams: set[OutputStream] = set()
         self.embedding_stops: set[threading.Event] = set()  # of the embeddings that are computed
 
     @property
     def busy(self) -> bool:
         """Whether requests are in flight."""
-        return bool(self.output_streams) or self.pools.embeddings.pending > 0
+        return self.num_in_flight > 0
+
+    @property
+    def num_in_flight(self) -> int:
+        """Texts that are generated, and other work that a request waits for."""
+        return len(self.output_streams) + self.pools.awaited
 
     def check_model(self, name: str | None) -> str:
         """The name under which the model answers; FrontendError for one that is not served."""
@@ -106,9 +114,14 @@ class Frontend:
         return self.check_model(name)
 
     def check_able(self) -> None:
-        """FrontendError while the server is shutting down."""
+        """FrontendError while the server is shutting down. For requests that are new."""
         if self.draining:
-            raise FrontendError(503, "the server is shutting down", retry_after=RETRY)
+            raise _ending()
+
+    def check_not_abandoned(self) -> None:
+        """FrontendError at the end of a shutdown. For requests that were accepted before."""
+        if self.draining and self.abandoned:
+            raise _ending()
 
     async def run_in(self, pool: WorkerPool, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function in a thread of a pool, and return its result.
@@ -119,12 +132,15 @@ class Frontend:
             *arguments: the arguments of the function.
 
         Raises:
-            FrontendError: The pool's queue is full (429).
+            FrontendError: The pool's queue is full (429), or the server ends (503).
         """
+        self.check_not_abandoned()
         try:
             return await pool.run(function, *arguments)
         except QueueFullError as error:
             raise self._too_many(error) from None
+        except AbandonedError:
+            raise _ending() from None
 
     def _too_many(self, error: QueueFullError) -> FrontendError:
         self.metrics.refused()
@@ -132,7 +148,7 @@ class Frontend:
 
     def submit(self, engine_requests: Sequence[EngineRequest]) -> list[OutputStream]:
         """Submit all engine requests, or none of them."""
-        self.check_able()
+        self.check_not_abandoned()
         output_streams: list[OutputStream] = []
         try:
             for engine_request in engine_requests:
@@ -176,7 +192,9 @@ class Frontend:
                 self.metrics.abandoned(output_stream)
 
     def abandon(self) -> None:
-        """End all engine requests in flight at once; readers get the text so far, or 503 without one."""
+        """End all requests in flight at once; readers get the text so far, or 503 without one."""
+        self.abandoned = True
+        self.pools.abandon()
         for output_stream in tuple(self.output_streams):
             output_stream.cancel()
         for stop in tuple(self.embedding_stops):
@@ -204,6 +222,10 @@ class Frontend:
             "target_entropy": self.target_entropy,
             **self.engine.snapshot(),
         }
+
+
+def _ending() -> FrontendError:
+    return FrontendError(503, "the server is shutting down", retry_after=RETRY)
 
 
 async def collected(deltas: AsyncIterator[Delta]) -> Delta:

@@ -159,7 +159,7 @@ class Server(uvicorn.Server):
             if not self.frontend.busy:
                 self.should_exit = True
             elif time.monotonic() >= self.deadline - last_seconds(self.frontend.settings.drain):
-                logger.warning("drain timed out", extra={"ended": len(self.frontend.output_streams)})
+                logger.warning("drain timed out", extra={"ended": self.frontend.num_in_flight})
                 self.frontend.abandon()
                 self.should_exit = True
         return await super().on_tick(counter)

@@ -6,6 +6,7 @@ pool whose queue is full refuses.
 
 import asyncio
 import contextvars
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,10 @@ LONG = 32 * 1024  # bytes of a body from which its text counts as long
 LONGEST_RETRY = 60.0  # seconds
 NICE = 10  # added to the niceness of threads that must not slow the others down
 T = TypeVar("T")
+
+
+class AbandonedError(Exception):
+    """The server ends before a call has."""
 
 
 class WorkerPool:
@@ -34,20 +39,40 @@ class WorkerPool:
         """
         self.threads, self.queue = threads, queue
         self.pending = 0  # calls that wait or run
+        self.answers: set[asyncio.Future[Any]] = set()  # that somebody waits for
         self.seconds = 0.1  # that a call takes, smoothed
         self._executor = ThreadPoolExecutor(threads, f"{name} worker", be_nice, (nice,))
 
     async def run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function in a thread of the pool. Raises QueueFullError, or what the function raises."""
+        """Call a function in a thread of the pool, and return its result.
+
+        Args:
+            function: may block, and may raise anything.
+            *arguments: the arguments of the function.
+
+        Raises:
+            QueueFullError: Too many calls wait.
+            AbandonedError: `abandon` was called meanwhile.
+        """
         if self.pending >= self.threads + self.queue:
             raise QueueFullError(min(LONGEST_RETRY, max(1.0, self.pending * self.seconds / self.threads)))
         self.pending += 1
         context = contextvars.copy_context()  # of the caller, for the log
-        work = asyncio.get_running_loop().run_in_executor(
-            self._executor, lambda: context.run(self._timed, function, arguments)
-        )
-        work.add_done_callback(self._done)  # also when the caller has gone
-        return await asyncio.shield(work)
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._executor, lambda: context.run(self._timed, function, arguments))
+        answer = loop.create_future()
+        work.add_done_callback(functools.partial(self._done, answer))  # also when the caller has gone
+        self.answers.add(answer)
+        try:
+            return await answer
+        finally:
+            self.answers.discard(answer)
+
+    def abandon(self) -> None:
+        """Raise AbandonedError wherever a call is waited for; the calls go on."""
+        for answer in self.answers:
+            if not answer.done():
+                answer.set_exception(AbandonedError())
 
     def _timed(self, function: Callable[..., T], arguments: tuple) -> T:
         start = time.perf_counter()
@@ -56,10 +81,17 @@ class WorkerPool:
         finally:
             self.seconds += 0.2 * (time.perf_counter() - start - self.seconds)
 
-    def _done(self, work: "asyncio.Future[Any]") -> None:
+    def _done(self, answer: "asyncio.Future[Any]", work: "asyncio.Future[Any]") -> None:
         self.pending -= 1
-        if not work.cancelled():
-            work.exception()  # retrieved, should nobody wait for it any more
+        error = None if work.cancelled() else work.exception()  # retrieved, should nobody wait any more
+        if answer.done():
+            return
+        if work.cancelled():
+            answer.cancel()
+        elif error is not None:
+            answer.set_exception(error)
+        else:
+            answer.set_result(work.result())
 
     def close(self) -> None:
         """Drop the queue; calls that run end by themselves."""
@@ -83,6 +115,16 @@ class WorkerPools(NamedTuple):
     def pending(self) -> int:
         """Calls that wait or run, in all pools."""
         return sum(pool.pending for pool in self)
+
+    @property
+    def awaited(self) -> int:
+        """Calls that somebody waits for, in all pools."""
+        return sum(len(pool.answers) for pool in self)
+
+    def abandon(self) -> None:
+        """Abandon the calls of every pool."""
+        for pool in self:
+            pool.abandon()
 
     def close(self) -> None:
         """Close every pool."""

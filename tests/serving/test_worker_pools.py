@@ -1,6 +1,7 @@
 """Worker pools: hard grammars and long texts do not delay other requests; a full queue refuses."""
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
@@ -12,9 +13,12 @@ import pytest
 
 from entropic_jax.serving.engine import grammar_check
 from entropic_jax.serving.engine.interface import QueueFullError
+from entropic_jax.serving.http.frontend import Frontend
+from entropic_jax.serving.http.settings import Settings
 from entropic_jax.serving.http.worker_pools import LONG, WorkerPool
 
-from .live import refused
+from .live import refused, serving
+from .scripted_engine import ScriptedEngine
 from .test_allocator import LINUX
 
 
@@ -106,6 +110,64 @@ def test_long_texts_delay_no_short_one(live, monkeypatch):
         finally:
             gate.set()
         assert all(answer.result().json()["count"] > LONG // 100 for answer in answers)
+
+
+@contextlib.contextmanager
+def blocked_server(served, monkeypatch, drain):
+    """A server whose tokenizer waits for an event, which is yielded with it."""
+    gate, encode = threading.Event(), type(served).encode
+
+    def slow(model, *rest, **options):
+        gate.wait(30)
+        return encode(model, *rest, **options)
+
+    monkeypatch.setattr(type(served), "encode", slow)
+    frontend = Frontend(ScriptedEngine(served), served, Settings(port=0, drain=drain))
+    try:
+        with serving(frontend) as live, ThreadPoolExecutor(4) as clients:
+            yield live, clients, gate
+    finally:
+        gate.set()
+
+
+REQUESTS = {
+    "/tokenize": {"prompt": "a"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "a"}]},
+    "/v1/completions": {"prompt": "a", "max_tokens": 2, "structured_outputs": {"choice": ["a", "b"]}},
+    "/v1/embeddings": {"input": "a"},
+}
+
+
+def posted(live, path):
+    return httpx2.post(live.url + path, json=REQUESTS[path], timeout=60)
+
+
+def test_a_shutdown_waits_for_requests_that_are_prepared(served, monkeypatch):
+    with blocked_server(served, monkeypatch, drain=30.0) as (live, clients, gate):
+        accepted = [clients.submit(posted, live, path) for path in REQUESTS]
+        wait_until(lambda: live.frontend.pools.awaited == len(REQUESTS))
+        with httpx2.Client(base_url=live.url) as late:
+            late.get("/health")  # a connection that stays open
+            live.server.handle_exit(15, None)
+            for path, body in REQUESTS.items():
+                assert late.post(path, json=body).status_code == 503
+        time.sleep(0.3)
+        assert not live.server.should_exit
+        gate.set()
+        assert [answer.result().status_code for answer in accepted] == [200] * len(REQUESTS)
+
+
+def test_requests_that_are_still_prepared_at_the_end_are_told(served, monkeypatch, caplog):
+    with blocked_server(served, monkeypatch, drain=1.2) as (live, clients, _):
+        accepted = [clients.submit(posted, live, path) for path in REQUESTS]
+        wait_until(lambda: live.frontend.pools.awaited == len(REQUESTS))
+        live.server.handle_exit(15, None)
+        for path, answer in zip(REQUESTS, accepted, strict=True):
+            assert answer.result().status_code == 503, path
+            assert answer.result().json()["error"]["message"] == "the server is shutting down"
+    timed_out = [record for record in caplog.records if record.message == "drain timed out"]
+    assert [record.ended for record in timed_out] == [len(REQUESTS)]
+    assert all(record.levelname != "ERROR" and record.exc_info is None for record in caplog.records)
 
 
 def test_the_length_of_a_text_is_bounded(live, monkeypatch):

@@ -30,6 +30,7 @@ def router(frontend: Frontend) -> APIRouter:
 
 
 async def _answer(frontend: Frontend, body: EmbeddingsBody, http: Request) -> Response:
+    frontend.check_able()
     model, limits = frontend.check_base_model(body.model), frontend.engine.embedding_limits
     if body.dimensions is not None and body.dimensions > limits.dimensions:
         message = f"dimensions must be between 1 and {limits.dimensions}; got {body.dimensions}"

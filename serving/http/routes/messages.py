@@ -52,10 +52,11 @@ def router(frontend: Frontend) -> APIRouter:
         f"{PATH}/count_tokens",
         summary="The number of tokens of a conversation",
         response_model=TokenCount,
-        responses=errors.documented(400, 401, 404, 413, 429, model=MessagesError),
+        responses=errors.documented(400, 401, 404, 413, 429, 503, model=MessagesError),
     )
     async def count_tokens(body: CountTokensBody, http: Request) -> Any:
         with errors.renamed(FIELD_NAMES), refusals():
+            frontend.check_able()
             frontend.check_model(body.model)
             pool = frontend.pools.for_text(preparation.size_of(http))
             count = await frontend.run_in(pool, _count, frontend, body.chat())

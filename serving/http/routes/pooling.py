@@ -70,7 +70,7 @@ async def embedded(
     Raises:
         FrontendError: The request took too long (408), or the result is not finite (500).
     """
-    frontend.check_able()
+    frontend.check_not_abandoned()
     if (failure := frontend.engine.failure()) is not None and not frontend.engine.serves():
         raise FrontendError(503, f"the engine has failed: {failure}")
     stop, seconds = threading.Event(), frontend.settings.request_timeout

@@ -87,6 +87,7 @@ async def _scores(
         queries: a field, and its texts: one for all documents, or one for each.
         documents: the same for the documents.
     """
+    frontend.check_able()
     if body.scoring == "embedding":
         return await _cosines(frontend, body, http, queries, documents)
     longest = frontend.model.context - 1

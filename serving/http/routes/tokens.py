@@ -59,6 +59,7 @@ def router(frontend: Frontend) -> APIRouter:
         return answered({"prompt": model.tokenizer.decode(tokens, False)})
 
     async def work(http: Request, function: Callable[[Any], Response], body: Any) -> Response:
+        frontend.check_able()
         frontend.check_model(body.model)
         with refusals():
             response = await frontend.run_in(frontend.pools.for_text(size_of(http)), function, body)
@@ -68,7 +69,7 @@ def router(frontend: Frontend) -> APIRouter:
         "/tokenize",
         summary="Text to tokens",
         response_model=Tokenized,
-        responses=documented(400, 401, 404, 413, 429),
+        responses=documented(400, 401, 404, 413, 429, 503),
     )
     async def tokenize(body: TokenizeBody | TokenizeChatBody, http: Request) -> Any:
         return await work(http, tokenized, body)
@@ -77,7 +78,7 @@ def router(frontend: Frontend) -> APIRouter:
         "/detokenize",
         summary="Tokens to text",
         response_model=Detokenized,
-        responses=documented(400, 401, 404, 413, 429),
+        responses=documented(400, 401, 404, 413, 429, 503),
     )
     async def detokenize(body: DetokenizeBody, http: Request) -> Any:
         return await work(http, detokenized, body)
