@@ -198,7 +198,7 @@ class FileStore:
 
 
 def _described(file: Path) -> StoredFile:
-    """What a file of metadata holds; a name that is not Unicode, which was accepted once, is replaced."""
+    """The metadata in a file; a name that is not Unicode, which was accepted once, is replaced."""
     stored = StoredFile(**load_json(file))
     return stored._replace(filename=stored.filename.encode("utf-8", "replace").decode())
 

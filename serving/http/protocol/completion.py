@@ -1,6 +1,6 @@
 """`/v1/completions`: a prompt, or several, and their continuations."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from .fields import Answer, Choices, Items, Usage, token_ids
 from .foreign_fields import OF_COMPLETIONS, refusing
 from .sampling import Alternatives, SamplingBody
 
-Tokens = token_ids(least=1)
+Tokens: Any = token_ids(least=1)
 Texts = Annotated[Items[str], Field(min_length=1, max_length=MOST_TEXTS)]
 TokenLists = Annotated[Items[Tokens], Field(min_length=1, max_length=MOST_TEXTS)]
 

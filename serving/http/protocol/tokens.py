@@ -8,6 +8,8 @@ from .chat import Documents, Messages
 from .fields import Answer, Body, conflict, token_ids, unicode
 from .tools import Tools
 
+Tokens: Any = token_ids()
+
 
 def either(body: Any) -> Any:
     """The body as it is. Raises a conflict where it has a prompt and messages."""
@@ -59,7 +61,7 @@ class DetokenizeBody(Body):
     """Tokens to turn into text."""
 
     model: str | None = None
-    tokens: token_ids()  # type: ignore[invalid-type-form]
+    tokens: Tokens
 
 
 class Detokenized(Answer):
