@@ -87,7 +87,7 @@ def test_names_of_files_have_a_charset():
         assert part == ("file", name, b"{}")
 
 
-def test_the_parts_of_a_form_are_few():
+def test_the_parts_of_a_form_are_bounded():
     piece = DISPOSITION + b"a=b\r\n\r\n{}"
     assert len(list(parts("multipart/form-data; boundary=x", form_of(*[piece] * 16)))) == 16
     for content_type, form, said in (

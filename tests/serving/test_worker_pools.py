@@ -157,7 +157,7 @@ def test_a_shutdown_waits_for_requests_that_are_prepared(served, monkeypatch):
         assert [answer.result().status_code for answer in accepted] == [200] * len(REQUESTS)
 
 
-def test_requests_that_are_still_prepared_at_the_end_are_told(served, monkeypatch, caplog):
+def test_requests_that_are_still_prepared_at_the_end_get_503(served, monkeypatch, caplog):
     with blocked_server(served, monkeypatch, drain=1.2) as (live, clients, _):
         accepted = [clients.submit(posted, live, path) for path in REQUESTS]
         wait_until(lambda: live.frontend.pools.awaited == len(REQUESTS))

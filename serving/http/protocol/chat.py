@@ -6,7 +6,7 @@ from pydantic import ConfigDict, Field, model_validator
 
 from ...request.chat_template import template_message
 from .entropic import EntropicResult
-from .fields import Answer, Body, Count, FewParts, Items, Usage, conflict
+from .fields import Answer, Body, BoundedParts, Count, Items, Usage, conflict
 from .foreign_fields import OF_CHAT, refusing
 from .sampling import Alternatives, SamplingBody
 from .tools import StatedCall, ToolCall, ToolChoice, Tools, check_choice
@@ -33,7 +33,7 @@ class Message(Body):
         return template_message({"content": None, **self.model_dump(exclude_none=True)}, "messages")
 
 
-Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096), FewParts]
+Messages = Annotated[Items[Message], Field(min_length=1, max_length=4096), BoundedParts]
 Documents = Annotated[Items[dict[str, Any]], Field(max_length=1024)]
 
 

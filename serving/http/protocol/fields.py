@@ -63,7 +63,7 @@ def token_ids(least: int | None = None, most: int | None = None) -> Any:
 MOST_PARTS = 16384
 
 
-def _few_parts(messages: Any) -> Any:
+def _bounded_parts(messages: Any) -> Any:
     """The messages as they are. Raises ValueError where the lists in them have too many objects.
 
     Each becomes an object of Python, which takes much longer than to read it, and other requests wait.
@@ -79,7 +79,7 @@ def _few_parts(messages: Any) -> Any:
     return messages
 
 
-FewParts = BeforeValidator(_few_parts)  # like `IntegralFloat`, the last annotation
+BoundedParts = BeforeValidator(_bounded_parts)  # like `IntegralFloat`, the last annotation
 
 
 def at_most(most: int) -> BeforeValidator:

@@ -9,8 +9,8 @@ from .entropic import Entropic, EntropicResult
 from .fields import (
     Answer,
     Body,
+    BoundedParts,
     Count,
-    FewParts,
     Items,
     Positive,
     Priority,
@@ -204,7 +204,7 @@ class CountTokensBody(SamplingFields):
     messages: Annotated[
         Items[Annotated[UserMessage | AssistantMessage, Field(discriminator="role")]],
         Field(min_length=1, max_length=4096),
-        FewParts,
+        BoundedParts,
     ]
     system: str | Annotated[Items[TextBlock], Field(max_length=4096)] | None = None
     tools: Annotated[Items[MessagesTool], Field(max_length=MOST_TOOLS)] | None = None

@@ -10,7 +10,7 @@ from .entropic import Entropic, EntropicResult
 from .fields import (
     Answer,
     Body,
-    FewParts,
+    BoundedParts,
     Items,
     Positive,
     Priority,
@@ -235,7 +235,7 @@ class ResponsesBody(SamplingFields):
     """A request for a response."""
 
     model: str | None = Field(None, description="a model that /v1/models lists")
-    input: str | Annotated[Items[Item], Field(min_length=1, max_length=4096), FewParts]
+    input: str | Annotated[Items[Item], Field(min_length=1, max_length=4096), BoundedParts]
     instructions: str | None = Field(None, description="system message of this response alone")
     previous_response_id: str | None = Field(None, description="a stored response that this one follows")
     store: bool | None = Field(None, description="keep the response for a while; true unless stated")
