@@ -302,6 +302,7 @@ def test_other_sites_only_where_allowed(other, live):
         ({}, 200),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Origin": "http://[evil"}, 403),
         ({"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}, 403),
         ({"Origin": "https://proxy.example", "Sec-Fetch-Site": "same-origin"}, 200),
         ({"Origin": "https://proxy.example", "X-Forwarded-Host": "proxy.example"}, 200),
