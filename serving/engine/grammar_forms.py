@@ -21,6 +21,7 @@ class Constraint(NamedTuple):
     name: str  # the field of the request that states it, for errors
     grammar: str  # in the serialized form of llguidance
     markers: tuple[str, ...] = ()  # a text that is free stays so until it comes to one of these
+    fields: tuple[str, ...] = ()  # that state the schemas in the grammar, in its order; () for that one field
 
 
 def refused(name: str, message: str) -> RequestError:

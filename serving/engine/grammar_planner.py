@@ -2,8 +2,9 @@
 
 A mask takes microseconds as a rule, and a tenth of a second and more with some grammars. The engine waits for
 plans for a short time only. Sequences whose plan is late take no part in the next launch, so that a hard
-grammar delays its own request and no other. A sequence that runs alone, and whose plans have been quick, has
-them made in the engine's thread, since to wake another takes longer than most plans.
+grammar delays its own request and no other. Sequences whose plans are slow have threads of their own, and a
+grammar that costs too much for too many tokens ends its request. A sequence that runs alone, and whose plans
+have been quick, has them made in the engine's thread, since to wake another takes longer than most plans.
 """
 
 import concurrent.futures
@@ -20,6 +21,10 @@ from .thread_priority import be_nice
 LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02
 QUICK = 0.002  # seconds of a sequence's plans, below which the engine's thread may make the next
 THREADS = 4  # plans that are made at a time, so that a few hard grammars do not delay the easy ones
+SLOW_THREADS = 2  # of sequences whose latest plan was slow
+SLOW = 0.02  # seconds of a processor for a plan; on a busy machine, quick plans take longer by the clock
+COSTLY = 0.1  # seconds of a processor for a token
+MOST_COSTLY = 10  # plans of a sequence that may cost so much
 NICE = 10  # added to the niceness of these threads: a late plan runs beside launches
 
 
@@ -42,6 +47,7 @@ class GrammarPlanner:
         """
         self.most, self.may_hold = most, may_hold
         self._executor = ThreadPoolExecutor(THREADS, "grammar planner", be_nice, (NICE,))
+        self._slow_executor = ThreadPoolExecutor(SLOW_THREADS, "slow grammar planner", be_nice, (NICE,))
 
     def plans(
         self, decoding: Iterable[Sequence], idle: bool, end: Callable[..., Any]
@@ -59,7 +65,8 @@ class GrammarPlanner:
         for sequence in constrained:
             if sequence.planning is None:
                 inline = idle and len(decoding) == 1 and sequence.plan_seconds < QUICK
-                submit = _run if inline else self._executor.submit
+                executor = self._executor if sequence.plan_cost < SLOW else self._slow_executor
+                submit = _run if inline else executor.submit
                 new.append(submit(self._plan, sequence))
                 sequence.planning = Planning(new[-1], sequence.epoch)
         self._wait(new, [s.planning.future for s in constrained], idle and len(constrained) == len(decoding))
@@ -82,9 +89,15 @@ class GrammarPlanner:
 
     def _plan(self, sequence: Sequence) -> Plan:
         assert sequence.grammar is not None
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.thread_time()
         result = plan(sequence, sequence.grammar, self.most, sequence.plan_seconds < QUICK)
+        sequence.plan_cost = time.thread_time() - used
         sequence.note_planning(time.perf_counter() - begin)
+        sequence.costly_plans += sequence.plan_cost > COSTLY * len(result.masks)
+        if sequence.costly_plans > MOST_COSTLY:
+            raise sequence.grammar.refuse(
+                f"whose masks take at most {COSTLY} s each; got {sequence.costly_plans} that took longer"
+            )
         return result
 
     def _wait(self, new: "list[Future[Plan]]", under_way: "list[Future[Plan]]", alone: bool) -> None:

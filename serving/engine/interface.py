@@ -14,10 +14,10 @@ from ..request.transcript import Alternative, Token, Usage
 
 
 class QueueFullError(Exception):
-    """The queue is full; `retry_after` is the number of seconds after which to try again."""
+    """A queue is full; `retry_after` is the number of seconds after which to try again."""
 
-    def __init__(self, retry_after: float) -> None:
-        super().__init__(f"the queue is full; try again in {retry_after:.0f} s")
+    def __init__(self, retry_after: float, kind: str = "requests") -> None:
+        super().__init__(f"the queue of {kind} is full; try again in {retry_after:.0f} s")
         self.retry_after = retry_after
 
 
@@ -50,6 +50,10 @@ class Grammar(Protocol):
     @property
     def failure(self) -> RequestError | None:
         """Why no text can satisfy the constraint any more, once `mask` or `accept` has raised it."""
+
+    def refuse(self, reason: str) -> Exception:
+        """The error with which the engine ends the text, for a reason that follows "must be a grammar"."""
+        return RuntimeError(f"it must be one {reason}")
 
     def mask(self) -> Any:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens allowed next (as llguidance fills them)."""

@@ -22,12 +22,17 @@ MOST_WORK = 200_000
 Key = tuple[str, int]
 
 
-def without_end(grammar: str) -> bool:
-    """Whether a schema in a grammar, in the serialized form of llguidance, admits no finite value."""
+def part_without_end(grammar: str) -> int | None:
+    """The place of the first schema, among those in a grammar, that admits no finite value.
+
+    Args:
+        grammar: in the serialized form of llguidance.
+    """
     if not grammar.lstrip().startswith("{"):  # in Lark's form
-        return False
+        return None
     parts = json.loads(grammar).get("grammars", ())
-    return not all(admits_finite_value(part.get("json_schema")) for part in parts)
+    schemas = [part["json_schema"] for part in parts if part.get("json_schema") is not None]
+    return next((place for place, schema in enumerate(schemas) if not admits_finite_value(schema)), None)
 
 
 def admits_finite_value(schema: Any) -> bool:

@@ -6,6 +6,7 @@ import functools
 import json
 import re
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -17,24 +18,17 @@ from entropic_jax.models import Tokenizer
 
 from ..request import RequestError
 from . import grammar_check, schema_check
-from .grammar_forms import refused
+from .grammar_forms import Constraint, refused
 from .interface import LONGEST_FREE_RUN, FreeRun, Grammar
 
 CACHED_GRAMMARS = 64
+CACHED_BYTES = 256 << 20  # of their estimated sizes
 MOST_CHARACTERS = 1_000_000  # of a grammar in its serialized form, unless a server states its own
 NOT_PLAIN = re.compile(r'["\\\x00-\x1f\x7f]')  # ends or escapes text in a string, or may not be in one
 MARK = re.compile(rb"[ \n\t!-/:-@\[-`{-~]+")  # text of ASCII without letters and digits
 PLAIN_CHARACTERS = 8  # of a token of plain text, at most
 SHORTEST_FREE_RUN = 8  # tokens of plain text; a shorter one is not worth its check
 NO_TOKEN = "no token may come next, although the text is not complete"
-LIMITS = llguidance.LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=200_000,
-    step_max_items=20_000,
-    max_lexer_states=50_000,
-    max_grammar_size=100_000,
-    verbose_errors=False,
-)
 
 
 class PlainText(NamedTuple):
@@ -59,6 +53,18 @@ class TextModel(Protocol):
     @property
     def stop_tokens(self) -> Collection[int]:
         """The tokens that end a text."""
+
+
+class Compiled:
+    """A compiled grammar, which nothing has advanced.
+
+    Args:
+        matcher: an `llguidance.LLMatcher`.
+        size: bytes of memory that it takes, about.
+    """
+
+    def __init__(self, matcher: Any, size: int) -> None:
+        self.matcher, self.size = matcher, size
 
 
 class TextGrammar(Grammar):
@@ -167,9 +173,13 @@ class TextGrammar(Grammar):
         if self.matcher.is_error():
             raise self._failed(error_of(self.matcher))
 
-    def _failed(self, reason: str) -> RequestError:
-        self._failure = refused(self.name, f"must be a grammar that a text can satisfy: {reason}")
+    def refuse(self, reason: str) -> RequestError:
+        """See `Grammar`."""
+        self._failure = refused(self.name, f"must be a grammar {reason}")
         return self._failure
+
+    def _failed(self, reason: str) -> RequestError:
+        return self.refuse(f"that a text can satisfy: {reason}")
 
 
 class Grammars:
@@ -183,12 +193,14 @@ class Grammars:
     def __init__(self, model: TextModel, max_characters: int = MOST_CHARACTERS) -> None:
         self.model, self.max_characters = model, max_characters
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._compiled: OrderedDict[str, Compiled] = OrderedDict()
+        # Those whose compiling waits for a use, too, which would else be compiled anew by other threads.
+        self._alive: weakref.WeakValueDictionary[str, Compiled] = weakref.WeakValueDictionary()
 
     def is_hard(self, grammar: str) -> bool:
         """Whether compiling it may take long: it is not cached, and needs a trial."""
         with self._lock:
-            return grammar not in self._compiled and grammar_check.needs_trial(grammar)
+            return grammar not in self._alive and grammar_check.needs_trial(grammar)
 
     @functools.cached_property
     def _tokenizer(self) -> llguidance.LLTokenizer:
@@ -210,54 +222,81 @@ class Grammars:
     def _free_text(self, markers: tuple[str, ...]) -> np.ndarray:
         return free_text(self._tokenizer, self.model.vocabulary, markers)
 
-    def compile(self, name: str, grammar: str, markers: tuple[str, ...] = ()) -> TextGrammar:
-        """A grammar at its beginning.
+    def prepare(self, constraint: Constraint) -> Compiled:
+        """A compiled grammar, which `compile` finds as long as it is held.
 
         Args:
-            name: the field of the request that states the grammar, for errors.
-            grammar: in the serialized form of llguidance.
-            markers: as in `Constraint`.
+            constraint: states the grammar.
 
         Raises:
             RequestError: The grammar is invalid, too long or too complex.
         """
+        grammar = constraint.grammar
         with self._lock:
-            matcher = self._compiled.get(grammar)
-        if matcher is None:
-            matcher = self._compile(name, grammar)
+            compiled = self._alive.get(grammar)
+        if compiled is None:
+            compiled = self._compile(constraint)
         with self._lock:
-            self._compiled[grammar] = matcher
+            self._compiled[grammar] = self._alive[grammar] = compiled
             self._compiled.move_to_end(grammar)
-            while len(self._compiled) > CACHED_GRAMMARS:
-                self._compiled.popitem(last=False)
-        pausing = self._free_text(markers) if markers else None
+            size = sum(kept.size for kept in self._compiled.values())
+            while len(self._compiled) > CACHED_GRAMMARS or (size > CACHED_BYTES and len(self._compiled) > 1):
+                size -= self._compiled.popitem(last=False)[1].size
+        return compiled
+
+    def compile(
+        self, name: str, grammar: str, markers: tuple[str, ...] = (), fields: tuple[str, ...] = ()
+    ) -> TextGrammar:
+        """A grammar at its beginning; the arguments are those of a `Constraint`. Raises as `prepare`."""
+        compiled = self.prepare(Constraint(name, grammar, markers, fields))
         return TextGrammar(
-            matcher.deep_copy(),
+            compiled.matcher.deep_copy(),
             self.model.vocabulary,
             name,
             self._tokenizer,
-            pausing,
+            self._free_text(markers) if markers else None,
             self._marks,
             self._plain,
         )
 
-    def _compile(self, name: str, grammar: str) -> Any:
-        """The matcher of a grammar that some token can begin, and whose schemas admit a finite value."""
+    def _compile(self, constraint: Constraint) -> Compiled:
+        """A grammar that some token can begin, and whose schemas admit a finite value."""
+        name, grammar = constraint.name, constraint.grammar
         if len(grammar) > self.max_characters:
             raise refused(
                 name, f"must have at most {self.max_characters} characters as a grammar; got {len(grammar)}"
             )
-        if (reason := grammar_check.reason(grammar)) is not None:
-            raise refused(name, f"must be a grammar that can be compiled: {reason.splitlines()[0]}")
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=LIMITS)
+        tried = grammar_check.trial(grammar)
+        if tried.reason is not None:
+            raise _cannot_compile(constraint, tried.reason.splitlines()[0], tried.part)
+        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=grammar_check.LIMITS)
         if matcher.is_error():
-            raise refused(name, f"must be a grammar that can be compiled: {error_of(matcher)}")
+            raise _cannot_compile(constraint, error_of(matcher), grammar_check.refused_part(grammar))
         TextGrammar(matcher.deep_copy(), self.model.vocabulary, name).mask()
-        if schema_check.without_end(grammar):
+        endless = schema_check.part_without_end(grammar)
+        if endless is not None:
             raise refused(
-                name, "must be a grammar that a text can satisfy: its schema admits no finite value"
+                _field(constraint, endless),
+                "must be a grammar that a text can satisfy: its schema admits no finite value",
             )
-        return matcher
+        return Compiled(matcher, tried.size)
+
+
+def _cannot_compile(constraint: Constraint, reason: str, part: int | None) -> RequestError:
+    """The error for a grammar that cannot be compiled.
+
+    Args:
+        constraint: states the grammar.
+        reason: why it is refused.
+        part: the place of the schema that is refused, among those of the grammar; None if it is no schema.
+    """
+    kind = "grammar" if part is None or not constraint.fields else "JSON schema"
+    return refused(_field(constraint, part), f"must be a {kind} that can be compiled: {reason}")
+
+
+def _field(constraint: Constraint, part: int | None) -> str:
+    """The field that states a schema of a grammar; that of the constraint if it states all of it."""
+    return constraint.name if part is None or not constraint.fields else constraint.fields[part]
 
 
 def free_text(tokenizer: llguidance.LLTokenizer, vocabulary: int, markers: Sequence[str]) -> np.ndarray:

@@ -44,6 +44,10 @@ class TokenRules(Grammar):
         """Why no token may come next, by these rules or the request's grammar."""
         return self._failure or (None if self.grammar is None else self.grammar.failure)
 
+    def refuse(self, reason: str) -> Exception:
+        """See `Grammar`."""
+        return super().refuse(reason) if self.grammar is None else self.grammar.refuse(reason)
+
     def mask(self) -> np.ndarray:
         """Bits int32 `[ceil(vocabulary / 32)]` of the tokens that may come next. Raises RequestError."""
         allowed = self._allowed.copy()

@@ -123,20 +123,31 @@ class Frontend:
         if self.draining and self.abandoned:
             raise _ending()
 
-    async def run_in(self, pool: WorkerPool, function: Callable[..., T], *arguments: Any) -> T:
+    def check_room(self, *pools: WorkerPool) -> None:
+        """FrontendError (429) if the queue of one of these pools is full."""
+        try:
+            for pool in pools:
+                pool.check_room()
+        except QueueFullError as error:
+            raise self._too_many(error) from None
+
+    async def run_in(
+        self, pool: WorkerPool, function: Callable[..., T], *arguments: Any, admitted: bool = False
+    ) -> T:
         """Call a function in a thread of a pool, and return its result.
 
         Args:
             pool: whose thread makes the call.
             function: may block.
             *arguments: the arguments of the function.
+            admitted: as for `WorkerPool.run`.
 
         Raises:
             FrontendError: The pool's queue is full (429), or the server ends (503).
         """
         self.check_not_abandoned()
         try:
-            return await pool.run(function, *arguments)
+            return await pool.run(function, *arguments, admitted=admitted)
         except QueueFullError as error:
             raise self._too_many(error) from None
         except AbandonedError:

@@ -1,4 +1,4 @@
-"""Bounded thread pools for the host's work on requests: short and long texts, grammars, embeddings, files.
+"""Bounded thread pools for the host's work on requests: texts, constraints, grammars, embeddings, files.
 
 Each kind has threads of its own, so that a short prompt never waits behind long texts or hard grammars. A
 pool whose queue is full refuses.
@@ -32,30 +32,38 @@ class WorkerPool:
         """A pool without work.
 
         Args:
-            name: the name of its threads.
+            name: the kind of its work, in the singular.
             threads: how many.
             queue: calls that may wait for a thread.
             nice: added to the niceness of the threads, where the system allows that.
         """
-        self.threads, self.queue = threads, queue
+        self.name, self.threads, self.queue = name, threads, queue
         self.pending = 0  # calls that wait or run
         self.answers: set[asyncio.Future[Any]] = set()  # that somebody waits for
         self.seconds = 0.1  # that a call takes, smoothed
         self._executor = ThreadPoolExecutor(threads, f"{name} worker", be_nice, (nice,))
 
-    async def run(self, function: Callable[..., T], *arguments: Any) -> T:
+    def check_room(self) -> None:
+        """Raise QueueFullError if no further call may wait."""
+        if self.pending >= self.threads + self.queue:
+            seconds = self.pending * self.seconds / self.threads
+            raise QueueFullError(min(LONGEST_RETRY, max(1.0, seconds)), f"{self.name}s")
+
+    async def run(self, function: Callable[..., T], *arguments: Any, admitted: bool = False) -> T:
         """Call a function in a thread of the pool, and return its result.
 
         Args:
             function: may block, and may raise anything.
             *arguments: the arguments of the function.
+            admitted: whether the call may wait though the queue is full: there was room for it before it had
+                to wait for another pool.
 
         Raises:
             QueueFullError: Too many calls wait.
             AbandonedError: `abandon` was called meanwhile.
         """
-        if self.pending >= self.threads + self.queue:
-            raise QueueFullError(min(LONGEST_RETRY, max(1.0, self.pending * self.seconds / self.threads)))
+        if not admitted:
+            self.check_room()
         self.pending += 1
         context = contextvars.copy_context()  # of the caller, for the log
         loop = asyncio.get_running_loop()
@@ -103,6 +111,7 @@ class WorkerPools(NamedTuple):
 
     short_texts: WorkerPool
     long_texts: WorkerPool
+    constraints: WorkerPool
     grammars: WorkerPool
     embeddings: WorkerPool
     files: WorkerPool
@@ -110,6 +119,10 @@ class WorkerPools(NamedTuple):
     def for_text(self, size: int) -> WorkerPool:
         """The pool for the text of a body of that size in bytes."""
         return self.long_texts if size >= LONG else self.short_texts
+
+    def for_constraint(self, size: int) -> WorkerPool:
+        """The pool that writes the constraint of a body of that size as a grammar, before others have it."""
+        return self.constraints if size >= LONG else self.short_texts
 
     @property
     def pending(self) -> int:
@@ -137,6 +150,7 @@ def worker_pools(engines: int = 1) -> WorkerPools:
     return WorkerPools(
         short_texts=WorkerPool("short text", threads=2, queue=1024),
         long_texts=WorkerPool("long text", threads=1, queue=16, nice=NICE),
+        constraints=WorkerPool("long constraint", threads=1, queue=64, nice=NICE),
         grammars=WorkerPool("grammar", threads=1, queue=32, nice=NICE),
         embeddings=WorkerPool("embedding", threads=2 * engines, queue=64, nice=NICE),
         files=WorkerPool("file", threads=2, queue=32, nice=NICE),

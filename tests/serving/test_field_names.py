@@ -77,6 +77,46 @@ def test_the_name_is_the_clients(live, path, body, param, said):
     assert error["message"].startswith(said)
 
 
+BAD = {"type": "object", "properties": {"x": {"type": "string", "pattern": "("}}}
+GOOD = {"type": "object"}
+
+
+@pytest.mark.parametrize(
+    ("path", "tool", "more", "field"),
+    [
+        (CHAT, lambda function: {"type": "function", "function": function}, MESSAGES, "function.parameters"),
+        (RESPONSES, lambda function: {"type": "function", **function}, {"input": "x"}, "parameters"),
+        (
+            "/v1/messages",
+            lambda function: {"name": function["name"], "input_schema": function["parameters"]},
+            {**MESSAGES, "max_tokens": 3},
+            "input_schema",
+        ),
+    ],
+    ids=["chat", "responses", "messages"],
+)
+def test_the_tool_with_a_bad_schema_is_named(live, path, tool, more, field):
+    functions = [{"name": f"f{place}", "parameters": GOOD} for place in range(12)]
+    functions[11]["parameters"] = BAD
+    body = {"model": live.model.names[0], "tools": list(map(tool, functions)), **more}
+    answer = httpx2.post(f"{live.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    message = answer.json()["error"]["message"]
+    assert message.startswith(
+        f"tools.11.{field} must be a JSON schema that can be compiled: regex parse error"
+    )
+
+
+def test_the_tool_that_must_be_called_has_its_place_among_all(live):
+    functions = [{"name": f"f{place}", "parameters": BAD if place == 2 else GOOD} for place in range(3)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    choice = {"type": "function", "function": {"name": "f2"}}
+    error = refused(
+        httpx2.post(f"{live.url}{CHAT}", json={**MESSAGES, "tools": tools, "tool_choice": choice}), 400
+    )
+    assert error["param"] == "tools.2.function.parameters"
+
+
 def test_plain_text_may_be_stated_beside_a_guided_field(live):
     body = {**PROMPT, "guided_choice": ["yes"], "response_format": {"type": "text"}, "max_tokens": 3}
     assert httpx2.post(f"{live.url}{COMPLETIONS}", json=body).status_code == 200

@@ -9,9 +9,13 @@ import numpy as np
 import pytest
 
 from entropic_jax.serving.engine.grammar_planner import (
+    COSTLY,
     LONGEST_IDLE,
     LONGEST_WAIT,
+    MOST_COSTLY,
     QUICK,
+    SLOW,
+    SLOW_THREADS,
     THREADS,
     GrammarPlanner,
 )
@@ -28,6 +32,22 @@ from tests.serving.test_engine import (  # noqa: F401  (fixtures)
     prompt,
     run,
 )
+
+
+class Costly(Grammar):
+    """Needs a processor for longer than a grammar may."""
+
+    def mask(self):
+        end = time.thread_time() + COSTLY
+        while time.thread_time() < end:
+            pass
+        return ALL_TOKENS
+
+    def accept(self, token: int) -> bool:
+        return True
+
+    def refuse(self, reason: str) -> Exception:
+        return RequestError(f"grammar must be a grammar {reason}", "grammar")
 
 
 class Gated(Grammar):
@@ -60,7 +80,7 @@ class Broken(Open):
 
 def sequence(row: int, grammar=None, epoch: int = 0) -> SimpleNamespace:
     fields = dict(generated=[], prompt=(1,), num_scheduled=0, num_replay_tokens=0, plan=None, planning=None)
-    fields |= dict(retracted=False, plan_seconds=math.inf)
+    fields |= dict(retracted=False, plan_seconds=math.inf, plan_cost=0.0, costly_plans=0)
     result = SimpleNamespace(row=row, grammar=grammar, epoch=epoch, **fields)
     result.note_planning = lambda seconds: setattr(result, "plan_seconds", seconds)
     return result
@@ -91,6 +111,34 @@ def test_easy_grammars_do_not_wait_for_hard_ones():
     assert set(planner.plans([easy], True, print)[0]) == {9}
     for grammar in hard:
         grammar.gate.set()
+
+
+def test_slow_grammars_wait_for_each_other():
+    planner = GrammarPlanner(0)
+    hard = [Gated() for _ in range(2 * THREADS + SLOW_THREADS)]
+    slow = [sequence(i, grammar) for i, grammar in enumerate(hard)]
+    for waiting in slow:
+        waiting.plan_cost = SLOW
+    plans, late = planner.plans(slow, False, print)
+    assert not plans and late == set(range(len(slow)))
+    assert set(planner.plans([sequence(99, Open())], True, print)[0]) == {99}
+    for grammar in hard:
+        grammar.gate.set()
+    for waiting in slow:
+        assert waiting.planning.future.result(30) and waiting.plan_cost < SLOW
+
+
+def test_a_grammar_that_costs_too_much_again_and_again_ends_its_request():
+    planner, ended, costly = GrammarPlanner(0, may_hold=False), [], sequence(0, Costly())
+    end = lambda *reason: ended.append(reason)
+    for number in range(MOST_COSTLY):
+        costly.plan = None
+        assert set(planner.plans([costly], False, end)[0]) == {0}
+        assert costly.costly_plans == number + 1 and costly.plan_cost > COSTLY
+    costly.plan = None
+    assert planner.plans([costly], False, end) == ({}, set())
+    message = f"grammar must be a grammar whose masks take at most {COSTLY} s each; got 11 that took longer"
+    assert ended == [(costly, "error", message)]
 
 
 def test_with_nothing_else_to_run_it_waits_longer():

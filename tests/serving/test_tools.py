@@ -318,8 +318,8 @@ BROKEN = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "f"
         ({"messages": BROKEN}, "messages", "arguments are JSON objects; got '{'"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}]},
-            "tools",
-            "tools must",
+            "tools.0.function.parameters",
+            "tools.0.function.parameters must be a JSON schema that can be compiled: ",
         ),
     ],
 )

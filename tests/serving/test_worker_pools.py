@@ -60,20 +60,28 @@ def test_a_full_pool_refuses_and_counts_those_who_left():
     asyncio.run(main())
 
 
+def too_hard(gate: threading.Event):
+    """A trial that refuses all grammars which need one, once the gate is open."""
+
+    def trial(grammar: str) -> grammar_check.Trial:
+        tries = grammar_check.needs_trial(grammar)
+        return grammar_check.Trial(str(gate.wait(30) and "too hard") if tries else None)
+
+    return trial
+
+
+def ask_for(live, schema: dict, **more) -> httpx2.Response:
+    body = {"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema}, **more}
+    return httpx2.post(f"{live.url}/v1/completions", json=body, timeout=60)
+
+
 def test_hard_schemas_delay_no_other_request(live, monkeypatch):
     gate, pools = threading.Event(), live.frontend.pools
 
-    def too_hard(grammar: str) -> str | None:
-        return str(gate.wait(30) and "too hard") if grammar_check.needs_trial(grammar) else None
-
-    monkeypatch.setattr(grammar_check, "reason", too_hard)
+    monkeypatch.setattr(grammar_check, "trial", too_hard(gate))
     monkeypatch.setattr(pools.grammars, "queue", 4)
     schema = lambda number: {"allOf": [{"type": "string", "pattern": f"a{number}"}]}
-    ask = lambda number: httpx2.post(
-        f"{live.url}/v1/completions",
-        json={"prompt": "x", "max_tokens": 1, "structured_outputs": {"json": schema(number)}},
-        timeout=60,
-    )
+    ask = lambda number: ask_for(live, schema(number))
     with ThreadPoolExecutor(8) as clients:
         try:
             answers = [clients.submit(ask, number) for number in range(8)]
@@ -87,6 +95,51 @@ def test_hard_schemas_delay_no_other_request(live, monkeypatch):
         replies = [answer.result() for answer in answers]
     assert sorted(reply.status_code for reply in replies) == [400] * 5 + [429] * 3
     assert all(int(reply.headers["Retry-After"]) >= 1 for reply in replies if reply.status_code == 429)
+
+
+def test_multiples_of_a_number_wait_with_the_hard_grammars(live, monkeypatch):
+    gate, pools = threading.Event(), live.frontend.pools
+    monkeypatch.setattr(grammar_check, "trial", too_hard(gate))
+    with ThreadPoolExecutor(3) as clients:
+        try:
+            answers = [
+                clients.submit(ask_for, live, {"type": "integer", "multipleOf": number})
+                for number in (600011, 600043, 600053)
+            ]
+            wait_until(lambda: pools.grammars.pending == 3)
+            assert small(live).status_code == 200 and pools.short_texts.pending == 0
+        finally:
+            gate.set()
+        errors = [refused(answer.result(), 400) for answer in answers]
+    assert {error["param"] for error in errors} == {"structured_outputs.json"}
+
+
+@pytest.mark.parametrize(("full", "kind"), [("grammars", "grammars"), ("long_texts", "long texts")])
+def test_a_full_queue_refuses_before_the_request_waits_for_another(live, monkeypatch, full, kind):
+    gate, pools = threading.Event(), live.frontend.pools
+    monkeypatch.setattr(getattr(pools, full), "pending", 1000)
+    held = pools.long_texts if full == "grammars" else pools.grammars
+    schema = {"type": "string", "pattern": "a" * LONG}
+    with ThreadPoolExecutor(1) as clients:
+        held._executor.submit(gate.wait, 30)  # whoever waits for this pool gets no answer
+        try:
+            error = refused(clients.submit(ask_for, live, schema).result(20), 429)
+        finally:
+            gate.set()
+    assert error["message"].startswith(f"the queue of {kind} is full; try again in ")
+
+
+def test_who_was_admitted_to_a_pool_may_wait_though_it_is_full():
+    async def main():
+        pool = WorkerPool("test", threads=1, queue=0)
+        pool.check_room()
+        pool.pending = 1
+        with pytest.raises(QueueFullError, match="the queue of tests is full"):
+            pool.check_room()
+        assert await pool.run(int, "7", admitted=True) == 7
+        pool.close()
+
+    asyncio.run(main())
 
 
 def test_long_texts_delay_no_short_one(live, monkeypatch):

@@ -31,6 +31,7 @@ FIELD_NAMES = {
     "response_format": "output_config.format",
     "response_format.json_schema": "output_config.format.schema",
     "response_format or structured_outputs": "output_config.format",
+    "tools.*.function.parameters": "tools.*.input_schema",
 }
 """The names of chat's fields in this API, for errors."""
 SamplingFields: Any = optional_fields("MessagesSamplingFields", PASSED)

@@ -30,6 +30,7 @@ FIELD_NAMES = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format.schema",
     "response_format or structured_outputs": "text.format",
+    "tools.*.function.parameters": "tools.*.parameters",
     "max_tokens": "max_output_tokens",
 }
 """The names of chat's fields in this API, for errors."""

@@ -195,16 +195,22 @@ def renamed(names: Mapping[str, str]) -> Iterator[None]:
     """Report refusals of chat's fields under the names that another API gives them.
 
     Args:
-        names: those of the API, by chat's.
+        names: those of the API, by chat's; a `*` in both stands for the place in a list.
 
     Raises:
         FrontendError: Instead of the ValidationError or FrontendError of chat.
     """
-    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True))).replace(r"\*", r"\d+")
     pattern = re.compile(rf"(^|\b(?:with|at most) )({words})(?![\w.])")
 
+    def named(match: re.Match[str]) -> str:
+        place = re.search(r"\d+", match[2])
+        if place is None:
+            return match[1] + names[match[2]]
+        return match[1] + names[match[2].replace(place[0], "*")].replace("*", place[0])
+
     def rename(text: str) -> str:
-        return pattern.sub(lambda match: match[1] + names[match[2]], text)
+        return pattern.sub(named, text)
 
     try:
         yield

@@ -168,13 +168,18 @@ async def start(
             thread, since long prompts take their time.
     """
     frontend.check_able()
-    pools = frontend.pools
+    pools, size, compiled = frontend.pools, size_of(http), None
     with refusals():
         if body.constrains or (isinstance(body, ChatBody) and body.calls_tools):
-            constraint = await frontend.run_in(pools.for_text(size_of(http)), constraint_of, frontend, body)
+            frontend.check_room(pools.for_text(size))
+            constraint = await frontend.run_in(pools.for_constraint(size), constraint_of, frontend, body)
             if constraint is not None and frontend.grammars.is_hard(constraint.grammar):
-                await frontend.run_in(pools.grammars, frontend.grammars.compile, *constraint)
-        engine_requests, plan = await frontend.run_in(pools.for_text(size_of(http)), prepare)
+                # Both pools that it needs, so that none is refused after a long wait.
+                frontend.check_room(pools.grammars, pools.for_text(size))
+                compiled = await frontend.run_in(pools.grammars, frontend.grammars.prepare, constraint)
+        engine_requests, plan = await frontend.run_in(
+            pools.for_text(size), prepare, admitted=compiled is not None
+        )
         output_streams = dict(
             zip(
                 (engine_request.id for engine_request in engine_requests),

@@ -48,15 +48,18 @@ class ToolCalling:
         """The field that allows or demands calls, and the grammar it stands for; None if there are none."""
         if not body.calls_tools:
             return None
-        functions = [tool["function"] for tool in shown_tools(body.tools)]
+        stated = {
+            f"tools.{place}.function.parameters": tool["function"]
+            for place, tool in enumerate(shown_tools(body.tools))
+        }
         choice = body.tool_choice
         if (names := allowed_names(choice)) is not None:
-            functions = [function for function in functions if function["name"] in names]
+            stated = {field: function for field, function in stated.items() if function["name"] in names}
         required = requires_call(choice)
         reasoning = self.reasoning(body)
         grammar = formats.grammar(
             self.form,
-            functions,
+            list(stated.values()),
             self.special,
             required=required,
             parallel=body.parallel_tool_calls is not False and not isinstance(choice, NamedTool),
@@ -65,7 +68,7 @@ class ToolCalling:
         markers = [] if required else [self.form.marker or "{"]
         if reasoning is not None:
             markers.append(END_OF_THOUGHT)
-        return Constraint("tools", grammar, tuple(markers))
+        return Constraint("tools", grammar, tuple(markers), tuple(stated))
 
     def reasoning(self, body: ChatBody) -> bool | None:
         """Whether a text may begin with a thought; True if the prompt begins it, None if it may not."""
