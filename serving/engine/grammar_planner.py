@@ -24,7 +24,7 @@ THREADS = 4  # plans that are made at a time, so that a few hard grammars do not
 SLOW_THREADS = 2  # of sequences whose latest plan was slow
 SLOW = 0.02  # seconds of a processor for a plan; on a busy machine, quick plans take longer by the clock
 COSTLY = 0.1  # seconds of a processor for a token
-MOST_COSTLY = 10  # plans of a sequence that may cost so much
+MOST_COSTLY = 5  # plans of a sequence that may cost so much
 NICE = 10  # added to the niceness of these threads: a late plan runs beside launches
 
 

@@ -247,7 +247,17 @@ class Grammars:
     def compile(
         self, name: str, grammar: str, markers: tuple[str, ...] = (), fields: tuple[str, ...] = ()
     ) -> TextGrammar:
-        """A grammar at its beginning; the arguments are those of a `Constraint`. Raises as `prepare`."""
+        """A grammar at its beginning.
+
+        Args:
+            name: the field of the request that states the grammar, for errors.
+            grammar: in the serialized form of llguidance.
+            markers: as in `Constraint`, with which free text may end.
+            fields: as in `Constraint`, for errors of single schemas.
+
+        Raises:
+            RequestError: The grammar is invalid, too long or too complex.
+        """
         compiled = self.prepare(Constraint(name, grammar, markers, fields))
         return TextGrammar(
             compiled.matcher.deep_copy(),
