@@ -14,14 +14,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from .grammars import Plan, message_of, plan
-from .sequence import Sequence
+from .sequence import SLOWNESS_KEPT, Sequence
 from .thread_priority import be_nice
 
 # Seconds that a launch waits for plans: beside others that can run, and where nothing else can.
 LONGEST_WAIT, LONGEST_IDLE = 0.005, 0.02
 QUICK = 0.002  # seconds of a sequence's plans, below which the engine's thread may make the next
 THREADS = 4  # plans that are made at a time, so that a few hard grammars do not delay the easy ones
-SLOW_THREADS = 2  # of sequences whose latest plan was slow
+SLOW_THREADS = 2  # of sequences whose recent plans were slow
 SLOW = 0.02  # seconds of a processor for a plan; on a busy machine, quick plans take longer by the clock
 COSTLY = 0.1  # seconds of a processor for a token
 MOST_COSTLY = 5  # plans of a sequence that may cost so much
@@ -91,9 +91,10 @@ class GrammarPlanner:
         assert sequence.grammar is not None
         begin, used = time.perf_counter(), time.thread_time()
         result = plan(sequence, sequence.grammar, self.most, sequence.plan_seconds < QUICK)
-        sequence.plan_cost = time.thread_time() - used
+        cost = time.thread_time() - used
+        sequence.plan_cost = max(cost, SLOWNESS_KEPT * sequence.plan_cost)
         sequence.note_planning(time.perf_counter() - begin)
-        sequence.costly_plans += sequence.plan_cost > COSTLY * len(result.masks)
+        sequence.costly_plans += cost > COSTLY * len(result.masks)
         if sequence.costly_plans > MOST_COSTLY:
             raise sequence.grammar.refuse(
                 f"whose masks take at most {COSTLY} s each; got {sequence.costly_plans} that took longer"

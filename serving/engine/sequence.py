@@ -85,7 +85,7 @@ class Sequence:
         self.plan: Any = None  # the `grammars.Plan` made last
         self.planning: Any = None  # the `grammar_planner.Planning` that is under way
         self.plan_seconds = math.inf  # that its recent plans took, at most
-        self.plan_cost = 0.0  # seconds of a processor that its latest plan took
+        self.plan_cost = 0.0  # seconds of a processor that its recent plans took, at most
         self.costly_plans = 0  # plans so far that cost more than a grammar may, again and again
         self.retracted = False  # tokens were drawn under a guessed mask that was wrong, and drawn again
         self.branches = 0 if self.grammar is not None else row_gains.branches  # 0: no search

@@ -128,6 +128,13 @@ def test_slow_grammars_wait_for_each_other():
         assert waiting.planning.future.result(30) and waiting.plan_cost < SLOW
 
 
+def test_a_plan_that_needed_no_mask_makes_no_grammar_quick():
+    planner, slow = GrammarPlanner(0), sequence(0, Open())
+    slow.plan_cost = 10 * SLOW
+    assert planner.plans([slow], True, print)[0]
+    assert slow.plan_cost > SLOW
+
+
 def test_a_grammar_that_costs_too_much_again_and_again_ends_its_request():
     planner, ended, costly = GrammarPlanner(0, may_hold=False), [], sequence(0, Costly())
     end = lambda *reason: ended.append(reason)
