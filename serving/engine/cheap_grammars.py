@@ -18,6 +18,7 @@ LONGEST_EXPRESSION = 400  # characters of a regular expression
 LONGEST_NUMBER = 20  # characters of a bound
 HIGHEST_COUNT = 100_000
 MOST_RULES = 4000  # of a grammar in which every use of a rule is written out
+MOST_REPEATS = 2  # that have a number, of at most 9: one may be in the other
 
 ANNOTATIONS = frozenset(
     "title description default examples deprecated readOnly writeOnly $schema $id $comment".split()
@@ -32,7 +33,7 @@ GUIDANCE = {"whitespace_pattern": WHITESPACE}
 
 LARK = re.compile(
     r"""\s+ | //[^\n]* | "(?:[^"\\\n]|\\.)*"i? | /(?P<expression>(?:[^/\\\n]|\\.)+)/[a-z]* | <\[\d+\]> | @\w+
-    | (?P<name>[A-Za-z_]\w*) (?P<defined>(?:\[lazy\])?[ ]*:)? | [|()*+?]""",
+    | (?P<name>[A-Za-z_]\w*) (?P<defined>(?:\[lazy\])?[ ]*:)? | [|()*+?] | (?P<repeat>\{\d(?:,\d)?\})""",
     re.VERBOSE,
 )
 
@@ -102,12 +103,13 @@ def _parts(schema: Mapping[str, Any]) -> Iterator[Any]:
 def _is_cheap_lark(text: str) -> bool:
     """Whether a grammar in Lark's form has only literals, short expressions and rules without recursion."""
     uses: dict[str, list[str]] = {}
-    rule, place = "", 0
+    rule, place, repeats = "", 0, 0
     while place < len(text):
         match = LARK.match(text, place)
         if match is None or len(match["expression"] or "") > LONGEST_EXPRESSION:
             return False
         place = match.end()
+        repeats += match["repeat"] is not None
         if match["defined"]:
             rule = match["name"]
             uses.setdefault(rule, [])
@@ -122,4 +124,4 @@ def _is_cheap_lark(text: str) -> bool:
     rules: dict[str, int] = {}
     for name in order:  # those in use come first
         rules[name] = 1 + sum(rules[used] for used in uses.get(name, ()))
-    return max(rules.values(), default=0) <= MOST_RULES
+    return max(rules.values(), default=0) <= MOST_RULES and repeats <= MOST_REPEATS

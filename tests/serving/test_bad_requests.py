@@ -145,7 +145,7 @@ ENDLESS = {"allOf": [{"type": "string", "pattern": f"a{number}.*"} for number in
         (
             {"prompt": "x", "structured_outputs": {"json": ENDLESS}},
             "structured_outputs.json",
-            "more than 1 s to compile",
+            "more than 1 s or 512 MiB to compile",
         ),
         (
             {"prompt": "x", "structured_outputs": {"foo": 1}},

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("llguidance", reason="the extra `serve` is not installed")
 
 from entropic_jax.serving.http import batch_runner
-from entropic_jax.serving.http.file_store import FileStore
+from entropic_jax.serving.http.file_store import OVERHEAD, FileStore
 from entropic_jax.serving.http.internal_request import InternalAnswer
 
 from .test_batches import line
@@ -44,9 +44,9 @@ def test_a_batch_that_a_shutdown_cuts_off_has_not_ended(tmp_path):
 
 def test_files_that_have_expired_leave_their_room(tmp_path):
     current = 1000.0
-    store = FileStore(tmp_path, 100, 60, clock=lambda: current)
+    store = FileStore(tmp_path, OVERHEAD + 100, 60, clock=lambda: current)
     expired = store.put(None, b"a" * 60, "a", "batch")
     current = 1060.0
     kept = store.put(None, b"b" * 100, "b", "batch")
-    assert store.of_owner(None) == [kept] and store.size == 100
+    assert store.of_owner(None) == [kept] and store.size == OVERHEAD + 100
     assert not (tmp_path / "files" / expired.id).exists()

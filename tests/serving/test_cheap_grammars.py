@@ -57,6 +57,7 @@ TRIED_SCHEMAS = [
 ]
 TRIED = {
     "intersection": "start: A\nA: /a+/ & /b+/",
+    "repeats": 'start: ((("a"){9}){9}){9}',
     "complement": "start: A\nA: ~/a+/",
     "schema": 'start: %json {"type": "integer"}',
     "expression": 'start: %regex {"substring_chars": "abc"}',

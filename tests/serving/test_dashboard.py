@@ -381,7 +381,7 @@ def test_the_real_server_speaks_the_same_language(chromium, live):
     assert chromium.value("document.querySelectorAll('#token-card li').length") == 5
     live.engine.room = 0
     chromium.point("#run", click=True)
-    chromium.until("document.querySelector('#alert').innerText.includes('queue is full')")
+    chromium.until("document.querySelector('#alert').innerText.includes('queue of requests is full')")
     assert "Try again in" in text(chromium, "#alert button")
     busy = [e for e in chromium.errors if "429" not in e]
     assert busy == []

@@ -336,7 +336,7 @@ def test_version(entropic):
 def test_help_lists_every_command(entropic):
     status, out, _ = entropic("--help")
     assert status == 0 and out.startswith("usage: entropic")
-    assert all(re.search(rf"^ +{command} ", out, re.MULTILINE) for command in COMMANDS)
+    assert all(re.search(rf"^ +{command}\s", out, re.MULTILINE) for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -252,4 +252,4 @@ sys.exit(grammar_check.main())
 def test_the_memory_of_a_trial_is_limited(size, fits):
     trial = subprocess.run([sys.executable, "-c", TRIAL], input=str(size), capture_output=True, text=True)
     assert (trial.returncode == 0) == fits, trial.stderr
-    assert trial.stdout.strip() == str(size) if fits else "MemoryError" in trial.stderr
+    assert str(size) in trial.stdout if fits else "MemoryError" in trial.stderr

@@ -242,7 +242,7 @@ class ResponsesBody(SamplingFields):
     store: bool | None = Field(None, description="keep the response for a while; true unless stated")
     max_output_tokens: Positive | None = Field(None, description="most tokens to generate")
     tools: Annotated[Items[ResponsesTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
