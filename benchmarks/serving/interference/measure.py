@@ -1,11 +1,13 @@
 """Measurements of the interference benchmark: small requests beside hard input, texts beside long prompts."""
 
 import asyncio
+import contextlib
 import itertools
+import multiprocessing
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,10 +67,10 @@ async def arm(url: str, seconds: float, rates: Rates, with_hard_input: bool) -> 
     }
     if with_hard_input:  # last, since what is in flight at its end keeps the server busy for a while
         results["alone"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
-        load = HardInput(url, rng)
-        async with load:
+        with hard_input(url) as answers:
+            await asyncio.sleep(1.0)
             results["beside"] = [latency(o) for o in await arrivals(seconds, rates.small, small)]
-        results["hard input"] = {kind: dict(counts) for kind, counts in load.answers.items()}
+        results["hard input"] = answers
     return results
 
 
@@ -109,8 +111,37 @@ def latency(outcome: Outcome) -> float:
     return 1000 * (outcome.ended - outcome.due)
 
 
+@contextlib.contextmanager
+def hard_input(url: str) -> Iterator[dict[str, dict[str, int]]]:
+    """Hard schemas and long texts, so many in flight at a time, while the block runs.
+
+    A process of its own makes and sends them, since writing a text takes as long as a small request. The
+    counts of their answers are there at the end of the block.
+
+    Args:
+        url: the address of the server.
+    """
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_send_hard_input, args=(url, theirs), daemon=True)
+    process.start()
+    answers: dict[str, dict[str, int]] = {}
+    try:
+        ours.recv()  # it has begun
+        yield answers
+    finally:
+        ours.send(None)
+        answers.update(ours.recv())
+        process.join()
+
+
+def _send_hard_input(url: str, connection: Any) -> None:
+    """Send hard input until a message comes; answer it with the counts."""
+    asyncio.run(HardInput(url, random.Random(1)).run(connection))
+
+
 class HardInput:
-    """Hard schemas and long texts, so many in flight at a time, while the block runs."""
+    """Hard schemas and long texts, so many in flight at a time."""
 
     def __init__(self, url: str, rng: random.Random) -> None:
         """Nothing in flight.
@@ -121,19 +152,21 @@ class HardInput:
         """
         self.url, self.rng = url, rng
         self.answers: dict[str, Counter[str]] = {"schemas": Counter(), "texts": Counter()}
-        self._tasks: list[asyncio.Task[None]] = []
 
-    async def __aenter__(self) -> None:
-        """Begin."""
+    async def run(self, connection: Any) -> None:
+        """Send until a message comes over the connection, and answer with the counts by status.
+
+        Args:
+            connection: the end of a pipe, over which a message says that it has begun.
+        """
         kinds = [("schemas", self._schema)] * HARD_SCHEMAS + [("texts", self._text)] * LONG_TEXTS
-        self._tasks = [asyncio.create_task(self._repeat(kind, make)) for kind, make in kinds]
-        await asyncio.sleep(1.0)
-
-    async def __aexit__(self, *_: object) -> None:
-        """End, whatever is in flight."""
-        for task in self._tasks:
+        tasks = [asyncio.create_task(self._repeat(kind, make)) for kind, make in kinds]
+        connection.send(None)
+        await asyncio.to_thread(connection.recv)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        connection.send({kind: dict(counts) for kind, counts in self.answers.items()})
 
     async def _repeat(self, kind: str, make: Callable[[], tuple[str, Any]]) -> None:
         pool = Pool(self.url)
