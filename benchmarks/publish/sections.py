@@ -34,7 +34,7 @@ FILES: dict[str, str | tuple[str, ...]] = {  # of the sections, one or several
     "scheduling": "scheduling-simulation.json",
     "serving": "serving-amd-epyc.json",
     "serving.draft_latency": "draft-latency-amd-epyc.json",
-    "serving.interference": "interference-intel-xeon-processor.json",
+    "serving.interference": "interference-amd-epyc.json",
     "slices": "slices-amd-epyc.json",
     "soak": "soak-amd-epyc.json",
     "speculation": ("speculation-amd-epyc.json", "speculation-intel-xeon-processor-bfloat16.json"),
