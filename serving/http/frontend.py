@@ -76,9 +76,7 @@ class Frontend:
         self.pools = worker_pools(engine.ranks)
         self.started = int(time.time())
         self.draining = False
-        self.abandoned = (
-            False  # while it drains: whether nothing more is begun, not even for what was accepted
-        )
+        self.abandoned = False  # while it drains: whether not even accepted requests go on
         self.output_streams: set[OutputStream] = set()
         self.embedding_stops: set[threading.Event] = set()  # of the embeddings that are computed
 

@@ -6,7 +6,7 @@ import json
 import httpx2
 
 from entropic_jax.serving.http.frontend import Frontend
-from entropic_jax.serving.http.settings import Settings
+from entropic_jax.serving.http.settings import Limits, Settings
 
 from .live import serving
 from .scripted_engine import ScriptedEngine
@@ -30,3 +30,8 @@ def upload(live, content, key="one", **fields):
     content = content if isinstance(content, bytes) else b"\n".join(json.dumps(x).encode() for x in content)
     form = {"purpose": "batch", **fields}
     return ask(live, "POST", "/v1/files", key, files={"file": ("in.jsonl", content)}, data=form)
+
+
+def bounded_server(served, folder):
+    """A server with two keys, and little room for files."""
+    return server(served, folder, api_keys=("one", "two"), limits=Limits(file_bytes=200_000))

@@ -12,7 +12,7 @@ from entropic_jax.serving.http import batch_runner
 from entropic_jax.serving.http.file_store import OVERHEAD
 from entropic_jax.serving.http.settings import Limits
 
-from .files_server import ask, server, upload
+from .files_server import ask, bounded_server, server, upload
 from .live import refused
 
 ENDED = ("completed", "failed", "expired", "cancelled")
@@ -20,9 +20,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 
 @pytest.fixture(scope="module")
 def live(served, tmp_path_factory):
-    limits = Limits(file_bytes=200_000)
-    keys = ("one", "two")
-    with server(served, tmp_path_factory.mktemp("files"), api_keys=keys, limits=limits) as running:
+    with bounded_server(served, tmp_path_factory.mktemp("files")) as running:
         yield running
 
 

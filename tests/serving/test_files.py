@@ -12,18 +12,15 @@ from entropic_jax.serving.http import file_store
 from entropic_jax.serving.http.file_store import OVERHEAD, FileStore, StoreFullError
 from entropic_jax.serving.http.multipart import parts
 from entropic_jax.serving.http.routes import files
-from entropic_jax.serving.http.settings import Limits
 from entropic_jax.serving.request import RequestError
 
-from .files_server import ask, server, upload
+from .files_server import ask, bounded_server, server, upload
 from .live import refused
 
 
 @pytest.fixture(scope="module")
 def live(served, tmp_path_factory):
-    limits = Limits(file_bytes=200_000)
-    keys = ("one", "two")
-    with server(served, tmp_path_factory.mktemp("files"), api_keys=keys, limits=limits) as running:
+    with bounded_server(served, tmp_path_factory.mktemp("files")) as running:
         yield running
 
 
